@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.meaning.check import Trial
 from fxpipe.meaning.compare import difference, tolerance
 from fxpipe.meaning.sample import picked
+from fxpipe.runtime.random import RandomState
 
 _ROWS = 4
 
@@ -27,9 +29,17 @@ def may_be_weighted(trial: Trial, path: str) -> bool:
 def is_another_each_time(
     loss: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]
 ) -> bool:
-    """Whether a loss is another number when it is computed of the same sample again."""
+    """Whether a loss is another number when it is computed of the same sample again, with other
+    random numbers."""
     rows = range(sum(trial.sizes))
-    first, again = (loss(picked(trial.tensors, dims, rows)) for _ in range(2))
+    first = loss(picked(trial.tensors, dims, rows))
+    state = RandomState([first.device])
+    for device in {first.device, torch.device("cpu")}:
+        torch.rand((), device=device)  # after it a generator gives others
+    try:
+        again = loss(picked(trial.tensors, dims, rows))
+    finally:
+        state.put_back()
     return bool(difference(first, again))
 
 

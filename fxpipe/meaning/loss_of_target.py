@@ -22,6 +22,7 @@ from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss import ROWS
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
@@ -212,7 +213,8 @@ class _LossOfTarget:
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            warn(self._about(verdict).replace(LOSS, "the loss", 1), BatchWarning)
+            if text := self._about(verdict):
+                warn(text.replace(LOSS, "the loss", 1), BatchWarning)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
@@ -234,7 +236,8 @@ class _LossOfTarget:
         return taken(lambda tensors: self.run(tensors)[0], trial, self.dims)
 
     def _about(self, verdict: Verdict) -> str:
-        """What to say of a loss that is neither a mean over the rows nor a sum."""
+        """What to say of a loss that is neither a mean over the rows nor a sum; "" where the user
+        has said what it is, and it is too random to be compared."""
         problem, trial = verdict.problems[0], verdict.trial
         if trial is None:
             return messages.across(problem, self.named, of_loss_fn=True)
@@ -243,7 +246,7 @@ class _LossOfTarget:
             return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
 
         if is_another_each_time(loss, trial, self.dims):
-            return messages.another_each_time()
+            return "" if self.asked.loss_weight in (ROWS, SUM) else messages.another_each_time()
         by = self._remedy(verdict)
         return messages.across(
             problem,
