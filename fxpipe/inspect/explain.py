@@ -32,7 +32,7 @@ from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.meaning.messages import split
 from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.planning.result import Plan
-from fxpipe.runtime.microbatch import LISTED
+from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import Timeline
 from passes.common.modes import in_words, is_never
 from passes.partition.pieces import heaviest, kept_whole
@@ -40,6 +40,11 @@ from passes.partition.pieces import heaviest, kept_whole
 WIDTH = 100  # of an explanation that is printed
 COSTLY = 0.02  # the part of a step's time that uneven stages may cost before that is said
 SEEN = 0.005  # the part of a step's time from which on it is said what links cost
+_LOSSES: dict[Dim, str] = {
+    None: "loss_fn is taken for a mean over the rows: micro-batches' losses are averaged by rows.",
+    SUM: "loss_fn is taken for a sum over the rows: the losses of micro-batches are added up.",
+    WEIGHTED: "The losses of micro-batches are averaged with the weights that loss_weight gives.",
+}
 SHOWN = 5  # the most pieces that are kept whole, and inputs that are shared, that are named
 
 
@@ -186,7 +191,9 @@ class Explaining:
                 f"With check={options.check!r} a difference from the model is "
                 f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
             )
-        return sentences + [_sentence(note) for note in mode.notes]
+        known = {} if options.loss_fn is None else mode.loss_dims
+        losses = [_LOSSES[dim] for dim in dict.fromkeys(known.values()) if dim in _LOSSES]
+        return [*sentences, *losses, *(_sentence(note) for note in mode.notes)]
 
     def _trace(self) -> list[str]:
         """What has traced the model, and what came before it in vain."""

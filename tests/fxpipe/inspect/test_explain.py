@@ -557,3 +557,20 @@ def test_measured_times_grow_with_the_micro_batches_as_their_estimates_do(monkey
     assert len(growth["analytic"]) == 4
     assert growth["measured"] == pytest.approx(growth["analytic"])
     assert min(growth["measured"]) > 3
+
+
+@pytest.mark.parametrize(
+    "loss_fn, options, said",
+    [
+        (nn.MSELoss(), {}, "taken for a mean over the rows"),
+        (nn.MSELoss(reduction="sum"), {}, "taken for a sum over the rows"),
+        (nn.MSELoss(), {"loss_weight": len}, "with the weights that loss_weight gives"),
+    ],
+    ids=["mean", "sum", "weighted"],
+)
+def test_it_is_said_how_losses_are_put_together(loss_fn, options, said):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn, **options) as pipe:
+        pipe.step(x, target=x)
+        assert said in " ".join(str(pipe.explain()).split())
