@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import gradient_kinds, pytree
+from fxpipe.ir._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    gradient_kinds,
+    pytree,
+)
 from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
@@ -32,6 +37,7 @@ from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace import untouched
+from fxpipe.trace.errors import sentence
 from passes.common.fakes import Somewhere, fake_mode
 
 NO_TARGET = "no target is known when the model is cut: give example_target"
@@ -124,11 +130,7 @@ class ExpectedLoss:
         try:
             return self.computed(graph)[1]
         except Exception as error:  # it is the user's function, which may raise anything
-            return (
-                f"loss_fn does not run on tensors without values ({type(error).__name__}): leave "
-                "room for it on the lane of the last stage, by a smaller figure for that lane, as "
-                'in memory=["20GiB", "18GiB"]'
-            )
+            return _not_counted(error)
 
     def computed(self, graph: fx.Graph) -> tuple[Any, SavedByLoss]:
         """The loss, as a tensor without a value, and what it saves. Raises what the function raises
@@ -163,6 +165,25 @@ class ExpectedLoss:
         fake: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
         fake = fake.to(devices[0]) if devices else fake
         return fake[:some].clone() if whole and fake.ndim and len(fake) == whole else fake
+
+
+def _not_counted(error: Exception) -> str:
+    """In words why a loss that raises an error on fake tensors cannot be counted: at which line,
+    and what to do."""
+    why = f"loss_fn does not run on tensors without values: {sentence(error)}"
+    leave_room = (
+        "leave room for it on the lane of the last stage, by a smaller figure for that lane, as in "
+        'memory=["20GiB", "18GiB"]'
+    )
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"{why}; what it computes there depends on the values of tensors: {leave_room}"
+    if isinstance(error, RuntimeError) and "devices" in str(error):
+        return (
+            f"{why}: bring the tensors that are its own to the device of the output, as in "
+            "torch.arange(n, device=output.device) or weight.to(output.device); or give those that "
+            "have an element for each row in the target, which is brought there; or " + leave_room
+        )
+    return f"{why}: {leave_room}"
 
 
 def no_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> str:

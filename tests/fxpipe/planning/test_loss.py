@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.trace.errors import source_line
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 
 CLASSES = 512
@@ -109,6 +110,59 @@ def test_what_is_not_counted_is_said(loss_fn, why):
     target = None if loss_fn is cross_entropy else LABELS
     with compiled(loss_fn=loss_fn, example_inputs=(TOKENS,), example_target=target) as pipe:
         assert f"the cut has not counted what the loss saves: {why}" in pipe.report()
+
+
+def line_of(function, offset):
+    """A line of a function, as messages show it; the line of its ``def`` has the offset 0."""
+    return source_line(__file__, function.__code__.co_firstlineno + offset)
+
+
+def why_not_counted(loss_fn):
+    """What the report of a pipeline says of a loss that cannot be counted."""
+    with compiled(loss_fn=loss_fn, example_inputs=(TOKENS,)) as pipe:
+        return next(line for line in pipe.report().splitlines() if "has not counted" in line)
+
+
+def test_a_loss_whose_memory_depends_on_values_is_refused_at_its_line():
+    """The size of what a CTC loss saves depends on the longest label."""
+
+    def ctc(output, target):
+        logits = output["logits"].log_softmax(-1).transpose(0, 1)
+        frames = torch.full((len(target),), len(logits))
+        return F.ctc_loss(logits, target, frames, torch.full((len(target),), 3))
+
+    found = why_not_counted(ctc)
+    assert f"aten._ctc_loss.Tensor (at {line_of(ctc, 3)})" in found
+    assert "what it computes there depends on the values of tensors: leave room for it" in found
+    assert "device=" not in found
+
+
+WEIGHT = torch.ones(CLASSES, device="meta")  # stands for one on an accelerator
+
+
+def test_a_loss_with_tensors_of_another_device_is_refused_with_the_line_and_a_way_out():
+    def elsewhere(output, target):
+        logits = output["logits"].flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), weight=WEIGHT)
+
+    def brought(output, target):
+        logits = output["logits"].flatten(0, 1)
+        weight = torch.ones(CLASSES, device=output["logits"].device)
+        return F.cross_entropy(logits, target.flatten(), weight=weight)
+
+    found = why_not_counted(elsewhere)
+    assert line_of(elsewhere, 2) in found
+    assert "device=output.device" in found and "weight.to(output.device)" in found
+    with compiled(loss_fn=brought, example_inputs=(TOKENS,)) as pipe:
+        assert "has not counted" not in pipe.report()
+
+
+def test_any_other_error_of_a_loss_is_said_with_its_line():
+    def wrong_key(output, target):
+        return output["loss"]
+
+    found = why_not_counted(wrong_key)
+    assert f"KeyError: 'loss' (at {line_of(wrong_key, 1)}): leave room for it" in found
 
 
 def test_a_loss_with_tensors_and_counters_of_its_own_is_left_as_it_was():
