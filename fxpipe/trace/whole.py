@@ -205,7 +205,8 @@ class Whole(nn.Module):
                 raise RuntimeError(
                     f"{type(self.module).__name__} gave a tensor of shape {tuple(output.shape)} in "
                     f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
-                    "of the inputs, and a graph needs to know it ahead"
+                    "of the inputs, and a graph needs to know it ahead: pad it to a fixed size, or "
+                    "give the size to the model as an argument, an int"
                 )
         # To the graph the outputs are new tensors, so that an alias of an input has to be copied.
         memory = {memory_of(tensor) for tensor in tensors}

@@ -93,3 +93,24 @@ class Mixed(nn.Module):
 def test_a_value_that_is_the_same_for_all_parts_is_not_blamed():
     with pytest.raises(fxpipe.BatchError, match="depends on which other rows there are"):
         fxpipe.compile(Mixed(), TWO, chunks=2)(torch.randn(8, 4), torch.tensor(2.0))
+
+
+class Cut(Padded):
+    """Cuts all rows to the longest one, or to a length that is given."""
+
+    def forward(self, ids, lengths, longest=None):
+        longest = lengths.max() if longest is None else longest
+        return self.layer(self.embed(ids)[:, :longest])
+
+
+def test_an_output_whose_size_goes_by_values_of_a_later_call_is_told_with_a_way_out():
+    model, shorter = Cut(), torch.full((16,), 7)
+    with fxpipe.compile(model, TWO, chunks=4, tracer="export") as pipe:
+        pipe(IDS, torch.full((16,), 11))
+        with pytest.raises(
+            RuntimeError,
+            match=r"of shape \(4, 7, 4\) in place of \(4, 11, 4\): how large it is depends on the "
+            "values of the inputs.*give the size to the model as an argument, an int",
+        ):
+            pipe(IDS, shorter)
+        torch.testing.assert_close(pipe(IDS, shorter, 7), model(IDS, shorter))
