@@ -224,8 +224,9 @@ class Pipeline(ModelProxy):
                 this number to all of them. The loss that is returned is that of this step, whole.
 
         Returns:
-            The loss of the mini-batch, not scaled. The step has run its backward, so that it has no
-            history, and no ``backward()`` of its own.
+            The loss of the mini-batch, not scaled. The step has run its backward, so that the loss
+            has no history: a call of ``loss.backward()`` is not needed, and PyTorch refuses it
+            ("element 0 of tensors does not require grad and does not have a grad_fn").
 
         Raises:
             ValueError: if the loss is no scalar, the target has another number of rows, the
