@@ -73,4 +73,5 @@ def is_mean_plus_sum(
         return False  # it takes no single row, say
     added = sum(single) - averaged
     allowed = tolerance(trial.whole[path]) * sum(map(abs, single))
-    return abs(added) > allowed and abs(averaged / rows + added - whole) <= allowed
+    has_both = min(abs(added), abs(averaged)) > allowed
+    return has_both and abs(averaged / rows + added - whole) <= allowed

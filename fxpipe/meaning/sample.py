@@ -18,7 +18,8 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 """How much a sample differs from the example, the largest difference first:
 
 - "mixed": rows are in another order, and each integer or flag is replaced by one that is drawn from
-  the same tensor, in some rows more often by one and the same;
+  the same tensor, in some rows more often by one and the same. Of rows of one integer each, such
+  as lengths, one alone has the largest;
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
   numbers are all equal, numbers are changed;
 - "moved": rows are in another order;
@@ -28,6 +29,10 @@ Floating-point values are changed at all levels but the last. A model may raise 
 (if lengths have to be sorted, say), and a row with mixed integers may be one that the model is not
 made for (with more placeholders for patches of a picture than the picture has, say). Then the next
 level is tried."""
+
+OF_LABELS = 1
+"""The seed of the sample in which rows have any labels, as a loss may weigh rows by theirs. In
+others one row alone has the largest, as lengths may be what rows have."""
 
 
 @dataclass
@@ -104,6 +109,8 @@ def sampled(
     if uneven and rows < batch:
         order = _differing(order, uneven[seed % len(uneven) :] + uneven[: seed % len(uneven)])
         order = order.sort().values if level == GIVEN else order
+    if level != GIVEN and not counts and seed != OF_LABELS:
+        order = _with_one_largest(order, tensors, dims)
     found = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
@@ -135,6 +142,35 @@ def _differing(order: Tensor, counts: Sequence[Tensor]) -> Tensor:
     return order
 
 
+def _with_one_largest(
+    order: Tensor, tensors: Sequence[Tensor], dims: Sequence[int | None]
+) -> Tensor:
+    """The numbers of a sample's rows, some of them replaced, so that one row alone has the largest
+    of the integers of which each row has one, such as lengths: the first row, or the last one. By
+    the largest a model may cut or scale all rows, and it is not the same for all parts then, even
+    where most rows of the example have it."""
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is None or isinstance(tensor, Column) or not _has_one_a_row(tensor, dim):
+            continue
+        if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or len(order) < 2:
+            continue
+        numbers = tensor.detach().flatten().cpu()
+        is_largest = numbers == numbers.max()
+        if bool(is_largest.all()):
+            continue
+        place = 0 if is_largest[order[0]] else -1
+        found = torch.where(is_largest[order], numbers.argmin(), order)
+        found[place] = order[place] if is_largest[order[place]] else numbers.argmax()
+        return found
+    return order
+
+
+def _has_one_a_row(tensor: Tensor, dim: int) -> bool:
+    """Whether each of several rows has one number, such as its length."""
+    is_strided = tensor.layout == torch.strided
+    return is_strided and tensor.numel() == tensor.shape[dim] and tensor.numel() > 1
+
+
 def _uneven_counts(
     tensors: Sequence[Tensor], dims: Sequence[int | None], level: str
 ) -> Iterator[Tensor]:
@@ -156,7 +192,7 @@ def _uneven_counts(
 
 def _is_mask_of_rows(tensor: Tensor, dim: int) -> bool:
     """Whether a floating-point tensor has one number for each row, and no fractions."""
-    return tensor.numel() == tensor.shape[dim] and not has_fractions(tensor)
+    return _has_one_a_row(tensor, dim) and not has_fractions(tensor)
 
 
 def count_of_rows(is_met: Tensor, dim: int) -> Tensor:
@@ -301,25 +337,40 @@ def _with_one_other_row(rows: Tensor, dim: int, draw: torch.Generator) -> Tensor
 def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
     """Integers and flags, each replaced by one that is drawn from all of the example's.
 
-    Where each row has one of them, the first row and the last one have different ones: by a label
-    that few rows have a loss may weigh them. On an accelerator, where an index out of range makes
-    the process unusable, each is replaced by the one that another row has at the same place.
+    On an accelerator, where an index out of range makes the process unusable, each is replaced by
+    the one that another row has at the same place.
     """
     if example.device.type != "cpu":
         batch = example.shape[dim]
         index = torch.randint(batch, rows.shape, generator=draw).to(example.device)
-        return example.gather(dim, index)
+        return _unlike(example.gather(dim, index), example.flatten(), dim, draw)
     flat = example.flatten()
     if rows.dtype == torch.bool and bool((flat == flat[0]).all()):
         return _with_one_other_row(rows, dim, draw)
     if rows.dtype not in (torch.bool, torch.uint8) and bool((flat == flat[0]).all()):
         if rows.is_floating_point() or flat[0] < 0:
             return rows
-        return rows + torch.randint(2, rows.shape, generator=draw).to(rows.dtype)
-    found = flat[torch.randint(flat.numel(), rows.shape, generator=draw)]
-    if rows.numel() == rows.shape[dim] > 1:  # a label or a weight for each row
-        few = torch.unique(flat)
-        some = few[torch.randperm(len(few), generator=draw)[:2]]
-        found.select(dim, 0).copy_(some[0])
-        found.select(dim, -1).copy_(some[-1])
-    return found
+        more = torch.randint(2, rows.shape, generator=draw)
+        if _has_one_a_row(more, dim):
+            more.select(dim, -1).fill_(1)
+        return _unlike(rows + more.to(rows.dtype), flat, dim, draw)
+    return _unlike(flat[torch.randint(flat.numel(), rows.shape, generator=draw)], flat, dim, draw)
+
+
+def _unlike(rows: Tensor, flat: Tensor, dim: int, draw: torch.Generator) -> Tensor:
+    """Rows of one number each, of which the first one and the last one have different numbers: one
+    of the two alone has the largest (see :func:`_with_one_largest`), but in the sample OF_LABELS
+    they have any two of the example's (``flat``). Rows of several numbers are as they are."""
+    if not _has_one_a_row(rows, dim):
+        return rows
+    if draw.initial_seed() != OF_LABELS:
+        numbers = rows.flatten()
+        is_largest = numbers == numbers.max()
+        found = torch.where(is_largest, flat.amin().to(rows.dtype), numbers)
+        found[0 if is_largest[0] else -1] = numbers.max()
+        return found.reshape(rows.shape)
+    few = torch.unique(flat)
+    some = few[torch.randperm(len(few), generator=draw)[:2].to(few.device)]
+    rows.select(dim, 0).copy_(some[0])
+    rows.select(dim, -1).copy_(some[-1])
+    return rows

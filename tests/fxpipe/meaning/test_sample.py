@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, WHOLE, count_of_rows, sampled
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, OF_LABELS, WHOLE, count_of_rows, sampled
 
 
 def missing_in(*rows, batch=64, width=4):
@@ -39,6 +39,31 @@ def test_whole_rows_differ_by_the_smallest_of_their_integers(seed):
     labels[7, 2:] = 0
     (found,) = sampled([labels], [0], 4, WHOLE, seed)
     assert (found == 0).any()
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("shape", [(16,), (16, 1)])
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_of_one_integer_a_row_the_first_or_the_last_row_alone_has_the_largest(level, shape, seed):
+    """However the sample is cut, one of its parts lacks it, although most rows have it."""
+    lengths = torch.full((16,), 5)
+    lengths[[3, 9]] = 2
+    (found,) = sampled([lengths.reshape(shape)], [0], 5, level, seed)
+    assert found.shape == (5, *shape[1:])
+    assert sorted(found.flatten().tolist()) == [2, 2, 2, 2, 5]
+    assert 5 in (found[0], found[-1])
+
+
+def test_also_where_all_rows_of_the_example_have_it():
+    (found,) = sampled([torch.full((8,), 5)], [0], 3, MIXED, 0)
+    assert sorted(found.tolist()) == [5, 5, 6]
+
+
+def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
+    labels = torch.zeros(16, dtype=torch.long)
+    labels[3] = 1
+    (found,) = sampled([labels], [0], 4, MIXED, OF_LABELS)
+    assert found[0] != found[-1]
 
 
 def test_each_of_two_counts_has_rows_that_differ_by_it():

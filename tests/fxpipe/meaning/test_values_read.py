@@ -66,6 +66,20 @@ def test_a_size_that_goes_by_values_is_told_with_the_input_the_line_and_the_valu
     assert "depend on the batch size" not in str(error.value)
 
 
+class Scaled(Padded):
+    def cut(self, x, lengths):
+        return x / lengths.amax()
+
+
+@pytest.mark.parametrize("kind", [Pooled, Scaled])
+def test_a_value_that_most_rows_share_is_seen_to_mix_them(kind):
+    """In most samples of a few rows, each part would have one of the longest rows, by chance."""
+    lengths = torch.full((16,), 11)
+    lengths[-4:] = 3
+    with pytest.raises(fxpipe.BatchError, match="output"):
+        fxpipe.compile(kind(), TWO, chunks=4)(IDS, lengths)
+
+
 @pytest.mark.parametrize(
     "call",
     [
