@@ -69,7 +69,7 @@ def test_segments_are_tried_where_a_stage_is_recomputed_and_shown_where_they_hel
     (whole,) = (t for t in found.trials if "checkpoint_segments" not in t.options)
     for trial in found.trials:
         assert trial is whole or max(trial.memory) < max(whole.memory)
-    assert "always, 2 segments" in str(found)
+    assert "always in 2 segments" in str(found)
     assert len(planned(checkpoint="never").trials) == 1
     assert len(planned(checkpoint="always", checkpoint_segments=[1]).trials) == 1
 
