@@ -27,6 +27,7 @@ from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
 from passes import Chain, default_chain
 from passes.common.modes import Modes, modes_of
+from passes.common.segments import Segments, segments_of
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
 
@@ -51,7 +52,7 @@ def compile(
     boundaries: Sequence[str] | None = None,
     costs: Costs = "auto",
     checkpoint: Modes = "never",
-    checkpoint_segments: int = 1,
+    checkpoint_segments: Segments = None,
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     loss_fn: LossFunction | None = None,
@@ -97,7 +98,9 @@ def compile(
         checkpoint: which micro-batches recompute their activations: "never", "always",
             "except_last"; a list with one of these for each stage; or "auto": what fits, and is
             fastest.
-        checkpoint_segments: a checkpointed stage is recomputed in so many parts, one at a time.
+        checkpoint_segments: a checkpointed stage is recomputed in so many parts, one at a time; a
+            list with one number for each stage; or "auto": more than one where nothing fits
+            otherwise. None: "auto" with ``checkpoint="auto"``, else 1.
         schedule: the order of a training step: a name in :data:`fxpipe.schedule.NAMES`, a
             :class:`Schedule`, or "auto": the one with which a step is predicted to take least time.
         stages: the number of stages. None: as many as the schedule takes.
@@ -187,7 +190,7 @@ def compile(
         costs=costs,
         can_measure=has_example,
         checkpoint=modes_of(checkpoint),
-        checkpoint_segments=checkpoint_segments,
+        checkpoint_segments=segments_of(checkpoint_segments, checkpoint),
         deferred_batch_norm=deferred_batch_norm,
         in_dims=in_dims,
         out_dims=out_dims,

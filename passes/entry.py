@@ -18,6 +18,7 @@ from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims, InDim
 from fxpipe.schedule import Schedule
 from passes.common.modes import Modes
+from passes.common.segments import Segments
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 
@@ -114,7 +115,7 @@ class ToPipeline:
     in_dims: tuple[InDim, ...]
     out_dims: tuple[Dims, ...]
     checkpoint: Modes = "never"
-    checkpoint_segments: int = 1
+    checkpoint_segments: Segments = 1
     loss_weight: nn.Module | None = None
     compiled: CompiledStages | None = None
     training: bool = True
@@ -133,7 +134,7 @@ class ToStep:
     in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
     checkpoint: Modes = "never"
-    checkpoint_segments: int = 1
+    checkpoint_segments: Segments = 1
     summed: bool = False
     loss_weight: nn.Module | None = None
     weighs_inputs: bool = False

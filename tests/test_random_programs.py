@@ -65,8 +65,14 @@ class Case:
     batch: int
     checkpoint: str
     outputs: list[int] = field(default_factory=list)
-    segments: int = 1
+    segments: int | tuple[int, int] = 1  # of all stages, or of every other one
     names: int = 1  # of the device: with two, what several stages share is copied and lent
+
+    @property
+    def checkpoint_segments(self) -> int | list[int]:
+        if isinstance(self.segments, int):
+            return self.segments
+        return [self.segments[stage % 2] for stage in range(self.stages)]
 
     def devices(self, lanes: int) -> list[str]:
         """The devices of the lanes."""
@@ -82,6 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
     checkpoint = draw(st.sampled_from(["never", "except_last", "always"]))
+    numbers = st.integers(1, 3)
     return Case(
         steps,
         stages=draw(st.integers(1, 4)),
@@ -89,7 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
         batch=draw(st.integers(1, 6)),
         checkpoint=checkpoint,
         outputs=draw(st.lists(st.integers(1, len(steps)), max_size=2)),
-        segments=1 if checkpoint == "never" else draw(st.integers(1, 3)),
+        segments=1 if checkpoint == "never" else draw(numbers | st.tuples(numbers, numbers)),
         names=draw(st.integers(1, 2)),
     )
 
@@ -325,7 +332,7 @@ def test_any_program_gives_the_bits_of_the_loop(case):
             case.devices(case.stages),
             chunks=case.chunks,
             checkpoint=case.checkpoint,
-            checkpoint_segments=case.segments,
+            checkpoint_segments=case.checkpoint_segments,
             example_inputs=(x,),
             tracer="symbolic",
         )
@@ -510,7 +517,7 @@ def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_sc
             chunks=case.chunks,
             partition=lambda gm: cut_anywhere(gm, case.stages, rng),
             checkpoint=case.checkpoint,
-            checkpoint_segments=case.segments,
+            checkpoint_segments=case.checkpoint_segments,
             schedule=schedule,
             loss_fn=loss_fn,
             example_inputs=(x,),

@@ -16,6 +16,7 @@ from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.schedule import Kind, Schedule
 from passes import Alias, Partition, default_chain
 from passes.chain import ToPipeline, ToStages
+from passes.common.segments import Segments
 
 
 class MLP(nn.Module):
@@ -243,7 +244,7 @@ def steps(
     *,
     chunks: int,
     checkpoint: str = "never",
-    checkpoint_segments: int = 1,
+    checkpoint_segments: Segments = 1,
     deferred_batch_norm: bool = False,
     compiled: CompiledStages | None = None,
     chain: passes.Chain | None = None,

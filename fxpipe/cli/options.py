@@ -70,6 +70,17 @@ def _chunks_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise click.BadParameter(f"{error.message} Or give auto, for the fastest.") from None
 
 
+def _segments_of(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | str | list[int] | None:
+    """The number of segments, one number for each stage, or "auto"."""
+    if value is None or value == "auto":
+        return value
+    number: Any = click.IntRange(min=1)
+    numbers = [int(number.convert(each.strip(), param, ctx)) for each in value.split(",")]
+    return numbers if "," in value else numbers[0]
+
+
 devices_option = click.option(
     "--devices",
     callback=devices_of,
@@ -123,6 +134,14 @@ _PIPELINE = (
         help="Which micro-batches keep no activations, but recompute them in the backward: never, "
         "except_last or always; one of these for each stage; or auto, for what fits the memory and "
         "takes least time.",
+    ),
+    click.option(
+        "--checkpoint-segments",
+        callback=_segments_of,
+        metavar="NUMBER|auto|NUMBER,NUMBER",
+        help="In how many parts a checkpointed stage is recomputed, one at a time; one number for "
+        "each stage; or auto, for more than one where nothing fits otherwise. Default: auto with "
+        "--checkpoint auto, else 1.",
     ),
     click.option(
         "--memory",

@@ -120,4 +120,5 @@ class AsChosen:
         if self.is_searched and math.isfinite(self.choice.gap):
             gm.meta[GAP] = self.choice.gap
         self.layout.modes = self.choice.checkpoint
+        self.layout.segments = self.choice.checkpoint_segments
         return gm

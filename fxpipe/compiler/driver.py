@@ -209,7 +209,7 @@ class Compiler(LaterChecks):
         self.compilations.note(at, seconds, why, mode.guards, front_end, self._slot.state)
         log_compilation(name, self.compilations[-1])
         if self.layout.labels is not cut:
-            log_cut(name, mode, self.options, self.layout.modes)
+            log_cut(name, mode, self.options, self.layout)
         return self.cache.learn(mode)
 
     def _decided(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Choice | str:

@@ -63,6 +63,7 @@ class Fitting:
         if not plan.fits:
             self._warn(plan)
         self.layout.modes = plan.checkpoint
+        self.layout.segments = plan.checkpoint_segments
         stages = plan.partition
         for node in stage_nodes(gm.graph):
             node.meta[STAGE] = stages[node.name]

@@ -1,6 +1,6 @@
-"""The layout of a model: where it has been cut into stages, and which micro-batches these keep.
-Later traces of it (for another mode, or other arguments) are cut alike, so that its parameters stay
-on their devices."""
+"""The layout of a model: where it has been cut into stages, which micro-batches these keep, and in
+how many segments they recompute the others. Later traces of it (for another mode, or other
+arguments) are cut alike, so that its parameters stay on their devices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fxpipe.ir.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.checkpointing.regions import WITHIN
 from passes import Pass
 from passes.common.modes import AUTO, Modes
+from passes.common.segments import Segments, counts, is_open, simplest
 from passes.partition.automatic import cut_around
 from passes.partition.pieces import warn_of_the_heaviest
 from passes.partition.problem import order_of_sums, reads_before_writes, together
@@ -28,11 +29,16 @@ class Layout:
         stages: the number of stages.
         checkpoint: the checkpoint modes of the stages. For "auto" all activations are kept, unless
             the cut says otherwise (``modes``): without a limit of memory that takes least time.
+        segments: their numbers of segments. Where the compiler chooses them, each stage has one,
+            unless the cut says otherwise.
     """
 
-    def __init__(self, stages: int, checkpoint: Modes = "never") -> None:
+    def __init__(self, stages: int, checkpoint: Modes = "never", segments: Segments = None) -> None:
         self.stages = stages
         self.modes: Modes = "never" if checkpoint == AUTO else checkpoint
+        self.segments: Segments = 1
+        if not is_open(segments, self.modes):
+            self.segments = simplest(counts(segments, self.modes, stages), self.modes)
         self.labels: dict[str, int] = {}  # the stages of nodes, by their names
         self.homes: dict[str, int] = {}  # the stages of parameters, by their paths in the model
         self.keeps_sums = True  # whether gradients are summed in the model's order, see ``learn``

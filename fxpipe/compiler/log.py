@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compilations import Compilation
 from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import CONTAINS
 from fxpipe.ir.log import COMPILATIONS, GUARDS, LOGGER, PLAN
 from fxpipe.ir.progress import Phase, timed
 from fxpipe.ir.text import human_time
-from passes.common.modes import Modes
+from passes.common.modes import of_stages
+from passes.common.segments import counts, in_words
 
 VARIABLE = "FXPIPE_LOGS"
 COMPILE = "compile"
@@ -42,10 +44,12 @@ def log_compilation(model: str, done: Compilation) -> None:
     )
 
 
-def log_cut(model: str, mode: Mode, options: Options, checkpoint: Modes) -> None:
+def log_cut(model: str, mode: Mode, options: Options, layout: Layout) -> None:
     """Log where a model has been cut, and how its stages run."""
-    modes = [checkpoint] * len(options.devices) if isinstance(checkpoint, str) else checkpoint
-    each = zip(stages_of(mode.stage_graph), options.devices, modes, strict=True)
+    stages = len(options.devices)
+    numbers = counts(layout.segments, layout.modes, stages)
+    ways = map(in_words, of_stages(layout.modes, stages), numbers)
+    each = zip(stages_of(mode.stage_graph), options.devices, ways, strict=True)
     for number, (stage, device, kept) in enumerate(each):
         contains = stage.meta.get(CONTAINS, "")
         PLAN.info("%s: stage %d on %s, checkpoint %s: %s", model, number, device, kept, contains)

@@ -23,7 +23,6 @@ from fxpipe.runtime.compiled.stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.runtime.program import lower
 from passes.chain import ToPipeline, ToStep
-from passes.common.modes import is_never
 
 
 class Lowering:
@@ -43,7 +42,7 @@ class Lowering:
             in_dims=tuple(mode.in_dims),
             out_dims=tuple(mode.out_dims),
             checkpoint=self.layout.modes,
-            checkpoint_segments=self._segments,
+            checkpoint_segments=self.layout.segments,
             compiled=mode.compiled,
             loss_weight=self._loss_weight(mode),
             training=options.training,
@@ -58,26 +57,21 @@ class Lowering:
             loss_dim: how the losses of micro-batches are put together to the loss of the
                 mini-batch.
         """
-        options = self.options
+        options, layout = self.options, self.layout
         context = ToStep(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
-            schedule=options.schedule_for(chunks, mode.costs, self.layout.modes),
+            schedule=options.schedule_for(chunks, mode.costs, layout.modes, layout.segments),
             devices=options.names,
             in_dims=tuple(mode.in_dims),
             targets=target.has_batch,
-            checkpoint=self.layout.modes,
-            checkpoint_segments=self._segments,
+            checkpoint=layout.modes,
+            checkpoint_segments=layout.segments,
             summed=loss_dim == SUM,
             loss_weight=self._loss_weight(mode, target) if loss_dim == WEIGHTED else None,
             weighs_inputs=loss_dim == WEIGHTED and options.loss_fn is None,
             compiled=mode.compiled,
         )
         return self._lowered(mode, f"step of {chunks} micro-batches", context, chunks)
-
-    @property
-    def _segments(self) -> int:
-        """The number of segments of the stages: one, if no micro-batch is checkpointed."""
-        return 1 if is_never(self.layout.modes) else self.options.checkpoint_segments
 
     def _lowered(
         self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int

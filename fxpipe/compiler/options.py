@@ -43,6 +43,7 @@ from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
 from passes.common import modes
 from passes.common.modes import Modes, of_stages
+from passes.common.segments import Segments, counts
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto
@@ -65,7 +66,7 @@ class Options:
     chunks: int | None
     partition: Spec
     checkpoint: Modes
-    checkpoint_segments: int
+    checkpoint_segments: Segments
     deferred_batch_norm: bool
     in_dims: Any
     out_dims: Any
@@ -155,6 +156,8 @@ class Options:
         Checkpoint(self.checkpoint, self.checkpoint_segments)  # raises for wrong values
         if self.checkpoint != modes.AUTO:
             of_stages(self.checkpoint, len(self.devices))  # raises for another number of stages
+        if isinstance(self.checkpoint_segments, tuple):
+            counts(self.checkpoint_segments, "always", len(self.devices))  # the same
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
@@ -214,7 +217,8 @@ class Options:
         """Whether a schedule may have as many stages as it takes: nothing that the user gives is
         for one number of stages."""
         stages = len(self.devices) if self.gives_stages else None
-        return leaves_stages_open(self.partition, self.checkpoint, stages)
+        segments = self.checkpoint_segments
+        return leaves_stages_open(self.partition, self.checkpoint, segments, stages)
 
     @property
     def is_cut_automatic(self) -> bool:
@@ -267,17 +271,20 @@ class Options:
         """The description of each lane's device, without a limit of memory."""
         return tuple(map(spec_of, self.lanes))
 
-    def schedule_for(self, chunks: int, costs: Sequence[Cost], checkpoint: Modes) -> Schedule:
+    def schedule_for(
+        self, chunks: int, costs: Sequence[Cost], checkpoint: Modes, segments: Segments
+    ) -> Schedule:
         """The schedule of a training step with ``chunks`` micro-batches. ``costs`` has each stage's
-        cost for a mini-batch, and ``checkpoint`` says which micro-batches stages keep. If nothing
-        is trained, it has the forwards of a call."""
+        cost for a mini-batch, ``checkpoint`` says which micro-batches stages keep, and ``segments``
+        in how many segments they recompute the others. If nothing is trained, it has the forwards
+        of a call."""
         if not self.training:
             return forwards(self.placement, chunks)
         return schedule_of(
             self.schedule,
             self.placement,
             chunks,
-            lambda: estimated_costs(costs, chunks, checkpoint, self.checkpoint_segments),
+            lambda: estimated_costs(costs, chunks, checkpoint, segments),
             whole=self._chunks,
         )
 

@@ -72,7 +72,12 @@ class Replanned:
         loss = self.mode.saved_by_loss
         asked = question_of(self.options, memory, gm, context, self.chunks, loss)
         prices = replace(asked.prices, cuts=self._cuts)
-        return replace(asked, checkpoint=self.layout.modes, prices=prices)
+        return replace(
+            asked,
+            checkpoint=self.layout.modes,
+            checkpoint_segments=self.layout.segments,
+            prices=prices,
+        )
 
     def as_it_is(self) -> Plan:
         """What is predicted for the cut and the modes that the model has, whether they fit or
@@ -96,16 +101,21 @@ class Replanned:
 
     def with_options(self, **changed: Any) -> Plan:
         """What is predicted with some options changed: "chunks", "schedule", "stages",
-        "checkpoint" or "partition".
+        "checkpoint", "checkpoint_segments" or "partition".
 
-        A cut that the user has given, and modes that the compiler has not chosen, stay.
+        A cut that the user has given, and modes and segments that the compiler has not chosen,
+        stay.
 
         Raises:
             ValueError: if there is no such schedule, or the model does not take micro-batches of
                 this size, or no cut fits (:class:`fxpipe.DoesNotFit`).
         """
         chunks = changed.get("chunks", self.chunks)
-        asked = replace(self.asked(self.memory), checkpoint=self.options.checkpoint)
+        asked = replace(
+            self.asked(self.memory),
+            checkpoint=self.options.checkpoint,
+            checkpoint_segments=self.options.checkpoint_segments,
+        )
         cut = asked.partition if asked.is_automatic else self.stages
         prices = replace(asked.prices, known={chunks: self._at(chunks)})
         return replace(asked, **{"partition": cut, "prices": prices, **changed}).answer()

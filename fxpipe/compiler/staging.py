@@ -125,7 +125,9 @@ class Staging(ABC):
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         self.model = model
         self.options = options
-        self.layout = layout or Layout(len(options.devices), options.checkpoint)
+        self.layout = layout or Layout(
+            len(options.devices), options.checkpoint, options.checkpoint_segments
+        )
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
         self._slot = CacheSlot(model)

@@ -34,7 +34,8 @@ from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import Timeline
-from passes.common.modes import in_words, is_never
+from passes.common.modes import is_never
+from passes.common.segments import in_words
 from passes.partition.pieces import heaviest, kept_whole
 
 WIDTH = 100  # of an explanation that is printed
@@ -260,7 +261,8 @@ class Explaining:
         elif any(name == "partition" for name, _ in self.options.call.arguments):
             sentences.append("The cut is yours, by partition=.")
         if not is_never(self.layout.modes):
-            sentences.append(f"What stages recompute (checkpoint): {in_words(self.layout.modes)}.")
+            kept = in_words(self.layout.modes, self.layout.segments)
+            sentences.append(f"What stages recompute (checkpoint): {kept}.")
         return sentences
 
     def _speed(self, compiled: Replanned, now: Plan) -> list[str]:

@@ -119,7 +119,9 @@ class Suggesting:
             yield "partition", [{"partition": "auto"}]
         if not is_never(layout.modes):
             modes = {"never", AUTO} - {options.checkpoint}
-            yield "checkpoint", [{"checkpoint": mode} for mode in sorted(modes)]
+            # Numbers of segments that are given are for the modes that are given.
+            left = {} if options.checkpoint_segments is None else {"checkpoint_segments": None}
+            yield "checkpoint", [{"checkpoint": mode, **left} for mode in sorted(modes)]
         own = isinstance(options.schedule, Schedule)
         yield "chunks", [] if own else [{"chunks": n} for n in self._counts]
         if not options.training:

@@ -48,9 +48,11 @@ from fxpipe.planning.estimates import (
 )
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes import Project
-from passes.common.modes import Modes
+from passes.common.modes import Modes, of_stages
+from passes.common.segments import Segments, counts
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
+from passes.to_stages.segments import segmented
 
 NO_STEP = (
     "there is no step graph, as the model was compiled with training=False: see the graph of level "
@@ -305,8 +307,8 @@ class Views:
         if not runner.has_a_call:
             return not_compiled(runner.compiler.model)
         mode, chunks = runner.reported()
-        modes, has_stepped = runner.compiler.layout.modes, runner.last_step() is not None
-        state = chunks, modes, has_stepped, mode.saved_by_loss
+        kept, has_stepped = (self._modes, self._segments), runner.last_step() is not None
+        state = chunks, kept, has_stepped, mode.saved_by_loss
         known = self._explained
         if known is None or not known.is_of(mode, self._options, self.measured, state):
             found = Explaining(
@@ -350,18 +352,18 @@ class Views:
 
     def _estimated(self, chunks: int) -> list[StageCost]:
         costs = [stage.cost for stage in self.stages]
-        segments = self._options.checkpoint_segments
-        return estimated_costs(costs, chunks, self._modes, segments)
+        return estimated_costs(costs, chunks, self._modes, self._segments)
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         options, layout = self._options, self.skip_layout
-        of_stages = [stage.cost for stage in self.stages]
-        schedule = options.schedule_for(chunks, of_stages, self._modes)
+        of_each = [stage.cost for stage in self.stages]
+        schedule = options.schedule_for(chunks, of_each, self._modes, self._segments)
         graph = self.model_graph.graph
-        kept = stage_memory(of_stages, layout, graph, training=options.training)
-        if options.checkpoint_segments > 1:
-            modules = [stage.module for stage in self.stages]
-            kept = in_segments(kept, modules, options.checkpoint_segments, self._modes)
+        kept = stage_memory(of_each, layout, graph, training=options.training)
+        modes = of_stages(self._modes, len(kept))
+        for i, number in enumerate(counts(self._segments, self._modes, len(kept))):
+            if number > 1:
+                kept[i] = in_segments(kept[i], modes[i], segmented(self.stages[i].module, number))
         loss = self._runner.described()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
         found = predicted(schedule, costs, layout, options.names, memory, training=options.training)
@@ -370,6 +372,10 @@ class Views:
     @property
     def _modes(self) -> Modes:
         return self._runner.compiler.layout.modes
+
+    @property
+    def _segments(self) -> Segments:
+        return self._runner.compiler.layout.segments
 
     @property
     def lane_names(self) -> list[str]:

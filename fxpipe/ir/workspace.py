@@ -78,6 +78,19 @@ class StageWorkspace:
     kept_inputs: int = 0
     alone: int = 0
 
+    def or_more(self, other: StageWorkspace) -> StageWorkspace:
+        """What is enough for this stage, and for another one, whichever runs; the inputs are those
+        of this one."""
+        return StageWorkspace(
+            max(self.forward, other.forward),
+            max(self.again, other.again),
+            max(self.backward, other.backward),
+            max(self.half, other.half),
+            max(self.weights, other.weights),
+            self.kept_inputs,
+            max(self.alone, other.alone),
+        )
+
 
 def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
     """What each stage of a model graph needs. The graph has been cut, and its nodes have costs."""

@@ -30,6 +30,7 @@ from fxpipe.schedule import AUTO, Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer
 from passes.chain import Chain, chain_of
 from passes.common.modes import Modes, modes_of
+from passes.common.segments import Segments, segments_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
@@ -49,6 +50,7 @@ def plan(
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     checkpoint: Modes = "never",
+    checkpoint_segments: Segments = None,
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     costs: Costs = "analytic",
@@ -115,6 +117,7 @@ def plan(
     number = number_given(chunks)
     partition = within(partition, boundaries)
     checkpoint = modes_of(checkpoint)
+    segments = segments_of(checkpoint_segments, checkpoint)
     check_training(
         training,
         schedule=schedule,
@@ -150,9 +153,9 @@ def plan(
             prices, batch = priced("analytic" if is_measured else costs)
             loss = saved_by_loss(prices, loss_fn, example_target)
             search = SettingSearch(prices, partition, specs, checkpoint, loss=loss)
-            free = leaves_stages_open(partition, checkpoint, stages)
+            free = leaves_stages_open(partition, checkpoint, segments, stages)
             several = None if free else len(placement)
-            left = Left(str(schedule), number, several, has_given_costs=are_given(costs))
+            left = Left(str(schedule), number, several, segments, are_given(costs))
             trials = search.of_open(left, batch)
             if trials[0].plan is None:
                 search.why_none(trials, batch)
@@ -173,6 +176,7 @@ def plan(
             stages,
             microbatches,
             checkpoint,
+            segments,
             loss=saved_by_loss(prices, loss_fn, example_target),
         )
         try:

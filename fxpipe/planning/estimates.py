@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from torch import fx
 
@@ -38,28 +37,29 @@ from fxpipe.schedule import (
     simulate_forwards,
 )
 from passes.common.modes import Modes, checkpointed, of_stages, recomputed
+from passes.common.segments import Segments, counts
 from passes.common.skips import Hop, SkipLayout
-from passes.to_stages.segments import segmented
 
 LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of spans for which schedules have no action
 PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two devices
 
 
 def estimated_costs(
-    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never", segments: int = 1
+    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never", segments: Segments = 1
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
     A backward is split in two equal halves, for the gradients of the inputs and of the parameters,
     as for a matrix product. A checkpointed micro-batch runs its forward again. Of a stage that does
-    so in ``segments``, all but the last segment wait until the backward has come to them, so that
-    these count as part of the backward, as the average over the micro-batches.
+    so in several ``segments``, all but the last segment wait until the backward has come to them,
+    so that these count as part of the backward, as the average over the micro-batches.
     """
-    found = []
-    for cost, mode in zip(costs, of_stages(checkpoint, len(costs)), strict=True):
+    found, modes = [], of_stages(checkpoint, len(costs))
+    parts = counts(segments, checkpoint, len(costs))
+    for cost, mode, count in zip(costs, modes, parts, strict=True):
         again = recomputed(mode, chunks)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
-        last = forward / segments  # the segment that is recomputed ahead of the whole backward
+        last = forward / count  # the segment that is recomputed ahead of the whole backward
         found.append(
             StageCost(
                 forward,
@@ -172,6 +172,8 @@ class StageMemory:
         fixed: what the stage keeps all the time: parameters, gradients, optimizer states, buffers,
             and its copies of parameters that it shares with other stages.
         activations: the saved tensors of a whole mini-batch.
+        recomputed: how many of them are there at one time if the whole mini-batch is recomputed;
+            None: all of them, as the stage has one segment.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
             keep in place of the saved tensors.
         workspace: what the stage needs only while it runs; None if that is not known.
@@ -187,6 +189,12 @@ class StageMemory:
     workspace: StageWorkspace | None = None
     kept_results: Mapping[int, float] = field(default_factory=dict)
     joined: float = 0.0
+    recomputed: float | None = None
+
+    @property
+    def activations_at_once(self) -> float:
+        """How many bytes of the activations are there at one time if they are recomputed."""
+        return self.activations if self.recomputed is None else self.recomputed
 
     @property
     def kept_inputs(self) -> float:
@@ -270,17 +278,27 @@ def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict
     return found
 
 
-def in_segments(
-    stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int, checkpoint: Modes
-) -> list[StageMemory]:
-    """The memory of stages, of which those that are checkpointed have ``count`` segments: such a
-    stage keeps the inputs of all of its segments, and recomputes the activations of one segment at
-    a time."""
-    modes = of_stages(checkpoint, len(stages))
-    return [
-        stage if mode == "never" else replace(stage, **_of_segments(module, count))
-        for stage, module, mode in zip(stages, modules, modes, strict=True)
-    ]
+def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMemory:
+    """The memory of a stage that is recomputed in segments: of a micro-batch that is recomputed it
+    keeps the inputs of all of them, and recomputes the activations of one segment at a time.
+
+    Args:
+        mode: which micro-batches are recomputed.
+        parts: the stage, cut in segments.
+    """
+    received: dict[fx.Node, None] = {}
+    largest, workspace = -1, StageWorkspace()
+    for call in parts.graph.find_nodes(op="call_module"):
+        received.update(dict.fromkeys(call.all_input_nodes))
+        nodes = attribute(parts, str(call.target)).graph.nodes
+        activations = cost_of(nodes).activation_bytes
+        if activations > largest:
+            largest, workspace = activations, workspace_of([n for n in nodes if is_work(n)])
+    if mode == "except_last" and stage.workspace is not None:
+        # The last micro-batch goes through the stage as if it were whole, the others by segments.
+        workspace = workspace.or_more(stage.workspace)
+    inputs = sum(map(batch_bytes, received))
+    return replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
 
 
 def step_memory(
@@ -300,6 +318,7 @@ def step_memory(
         fixed,
         checkpointed=[checkpointed(mode, chunks) for mode in of_stages(checkpoint, len(stages))],
         inputs=[stage.inputs / chunks for stage in stages],
+        recomputed=[stage.activations_at_once / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,
         kept_inputs=[stage.kept_inputs / chunks for stage in stages],
@@ -325,22 +344,6 @@ def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> Wh
         )
         kept.update({(i, j): bytes / chunks for j, bytes in stage.kept_results.items()})
     return WhileRunning(found, loss.workspace / chunks, kept)
-
-
-def _of_segments(stage: fx.GraphModule, count: int) -> dict[str, Any]:
-    """The bytes of the inputs of all segments of a stage, and of the activations of the segment
-    that has most of them."""
-    parts = segmented(stage, count)
-    received: dict[fx.Node, None] = {}
-    largest, workspace = -1, StageWorkspace()
-    for call in parts.graph.find_nodes(op="call_module"):
-        received.update(dict.fromkeys(call.all_input_nodes))
-        nodes = attribute(parts, str(call.target)).graph.nodes
-        activations = cost_of(nodes).activation_bytes
-        if activations > largest:
-            largest, workspace = activations, workspace_of([n for n in nodes if is_work(n)])
-    inputs = sum(map(batch_bytes, received))
-    return {"inputs": inputs, "activations": largest, "workspace": workspace}
 
 
 def _said(node: fx.Node) -> str:

@@ -1,45 +1,53 @@
-"""Keeping: which micro-batches each stage keeps, where the compiler chooses it
-(``checkpoint="auto"``).
+"""Keeping: which micro-batches each stage keeps, and in how many segments it recomputes the others,
+where the compiler chooses it (``checkpoint="auto"``, ``checkpoint_segments="auto"``).
 
 ::
 
-    cut       chooses a mode for each stage, by the memory that stages have room for
-    stricter  as long as the simulated step does not fit: one stage more is recomputed
-    milder    then: each stage that need not be recomputed is not, if the step takes no longer
+    cut       chooses a way for each stage, by the memory that stages have room for
+    stricter  as long as the simulated step does not fit: one stage more is recomputed, or one is
+              recomputed in more segments
+    milder    then: each stage that need not be recomputed is not, and none in more segments than it
+              has to be, if the step takes no longer
 
-The cut and the modes are chosen together, since a stage that has room keeps more and recomputes
-less, and so can take more layers (Sun et al., "AdaPipe", ASPLOS 2024, search stage by stage; here
-it is part of the search over all cuts, see :mod:`passes.partition.cut`). But the cut knows neither
-what a stage needs while it runs, nor where lanes are idle, so that recomputing costs no time there.
-The simulation knows both.
+A way is a mode and a number of segments. The cut and the ways are chosen together, since a stage
+that has room keeps more and recomputes less, and so can take more layers (Sun et al., "AdaPipe",
+ASPLOS 2024, search stage by stage; here it is part of the search over all cuts, see
+:mod:`passes.partition.cut`). But the cut knows neither what a stage needs while it runs, nor how
+large its segments are, nor where lanes are idle, so that recomputing costs no time there. The
+simulation knows all of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
 from fxpipe.planning.result import ROUNDING
 from passes.common.modes import MODES, of_stages
+from passes.common.segments import counts
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """The search for the modes of the stages of a cut."""
+    """The search for the ways of the stages of a cut."""
 
     lanes: PlannedLanes
     cut: CutModel
 
     def settled(self, step: PlannedStep) -> PlannedStep:
-        """The step that fits and takes least time, as far as changing the mode of one stage after
-        the other leads; of steps that take equally long, the one that recomputes less. It begins at
-        a given step. If none is found that fits, it is the one that is short of fewest bytes."""
+        """The step that fits and takes least time, as far as changing the way of one stage after
+        the other leads; of steps that take equally long, the one that recomputes less, and that in
+        fewer segments. It begins at a given step. If none is found that fits, it is the one that is
+        short of fewest bytes."""
         return self._milder(self._stricter(step))
 
     def _stricter(self, step: PlannedStep) -> PlannedStep:
         while (short := self.short(step)) > 0:
-            others = [self._with(step, *change) for change in self._stricter_modes(step)]
+            others = [
+                self._with(step, stage, way)
+                for stage in range(len(self.cut.devices))
+                for way in self._stricter_ways(step, stage)
+            ]
             least = min(others, key=self.short, default=step)
             if self.short(least) >= short:
                 return step
@@ -50,9 +58,8 @@ class Keeping:
         if self.short(step) > 0:
             return step
         for stage in self._by_recomputation(step):
-            now = MODES.index(of_stages(step.modes, len(self.cut.devices))[stage])
-            for mode in MODES[:now]:
-                other = self._with(step, stage, mode)
+            for way in self._milder_ways(step, stage):
+                other = self._with(step, stage, way)
                 is_slower = other.timeline.makespan > step.timeline.makespan * (1 + ROUNDING)
                 if not is_slower and self.short(other) <= 0:
                     step = other
@@ -66,16 +73,30 @@ class Keeping:
             forward[stage] += float(cost)
         return sorted(range(len(forward)), key=lambda stage: -forward[stage])
 
-    def _stricter_modes(self, step: PlannedStep) -> Iterator[tuple[int, str]]:
-        """The stages that could keep less, and the modes by which they would."""
-        for stage, mode in enumerate(of_stages(step.modes, len(self.cut.devices))):
-            yield from ((stage, other) for other in MODES[MODES.index(mode) + 1 :])
+    def _ways(self, step: PlannedStep) -> list[tuple[str, int]]:
+        stages = len(self.cut.devices)
+        parts = counts(step.segments, step.modes, stages)
+        return list(zip(of_stages(step.modes, stages), parts, strict=True))
 
-    def _with(self, step: PlannedStep, stage: int, mode: str) -> PlannedStep:
-        """The step in which one stage has another mode."""
-        modes = of_stages(step.modes, len(self.cut.devices))
-        modes[stage] = mode
-        return self.lanes.step(self.cut, modes, step.order)
+    def _milder_ways(self, step: PlannedStep, stage: int) -> list[tuple[str, int]]:
+        """The ways in which a stage would recompute less, or as much in fewer segments."""
+        ways = self.lanes.ways(self.cut, stage)
+        return ways[: ways.index(self._ways(step)[stage])]
+
+    def _stricter_ways(self, step: PlannedStep, stage: int) -> list[tuple[str, int]]:
+        """The ways in which a stage could need less memory: it recomputes more, or as much in other
+        segments. More of them have smaller activations, but more inputs, so that which number needs
+        least is for the simulation to say."""
+        now = self._ways(step)[stage]
+        least = MODES.index(now[0])
+        ways = self.lanes.ways(self.cut, stage)
+        return [way for way in ways if way != now and MODES.index(way[0]) >= least]
+
+    def _with(self, step: PlannedStep, stage: int, way: tuple[str, int]) -> PlannedStep:
+        """The step in which one stage goes another way."""
+        ways = self._ways(step)
+        ways[stage] = way
+        return self.lanes.step(self.cut, ways, step.order)
 
     def short(self, step: PlannedStep) -> float:
         """The bytes that are missing for a step on all devices together; 0 if it fits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from torch import fx
@@ -40,8 +40,10 @@ from fxpipe.schedule import (
     simulate_forwards,
 )
 from fxpipe.schedule.choice import AUTO
+from fxpipe.schedule.recomputation import recomputed_cells
 from passes.chain import Chain, ToStages, run
-from passes.common.modes import Modes, choices, of_stages, plain
+from passes.common.modes import Modes, of_stages, plain
+from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest, ways
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
@@ -50,6 +52,7 @@ from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import CutProblem, machine, problem
+from passes.to_stages.segments import segmented
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class CutModel:
         kept: the bytes that each stage keeps, if no micro-batch is checkpointed.
         reserve: the bytes of each stage that the cut has left free.
         loss: what the loss takes beside what the last stage keeps.
+        segmented: the stages in segments that have been looked at, by stage and number of segments.
+        kept_in_segments: the bytes that these keep, by stage, mode and number of segments.
     """
 
     gm: fx.GraphModule
@@ -96,6 +101,30 @@ class CutModel:
     kept: tuple[StageMemory, ...]
     reserve: tuple[float, ...]
     loss: LossMemory
+    segmented: dict[tuple[int, int], fx.GraphModule] = field(default_factory=dict)
+    kept_in_segments: dict[tuple[int, str, int], StageMemory] = field(default_factory=dict)
+
+    def kept_by(self, stage: int, mode: str, count: int) -> StageMemory:
+        """The bytes that a stage keeps that has so many segments."""
+        key = stage, mode, count
+        if count == 1:
+            return self.kept[stage]
+        if key not in self.kept_in_segments:
+            parts = self.in_segments(stage, count)
+            self.kept_in_segments[key] = in_segments(self.kept[stage], mode, parts)
+        return self.kept_in_segments[key]
+
+    def in_segments(self, stage: int, count: int) -> fx.GraphModule:
+        """A stage in so many segments, or in fewer if it has fewer places to cut."""
+        key = stage, count
+        if key not in self.segmented:
+            self.segmented[key] = segmented(self.modules[stage], count)
+        return self.segmented[key]
+
+    def most_segments(self, stage: int) -> int:
+        """In how many segments a stage can be cut, of those numbers that the compiler chooses."""
+        parts = self.in_segments(stage, NUMBERS[-1]).graph.find_nodes(op="call_module")
+        return max(number for number in NUMBERS if number <= max(1, len(parts)))
 
     def nodes_of(self, stage: int) -> tuple[str, ...]:
         """The names of a stage's nodes."""
@@ -109,6 +138,7 @@ class PlannedStep:
 
     Attributes:
         modes: which micro-batches are checkpointed.
+        segments: in how many segments stages are recomputed.
         kept: the bytes that each stage keeps.
         memory: the same, as the simulator takes it.
         order: the schedule.
@@ -116,6 +146,7 @@ class PlannedStep:
     """
 
     modes: Modes
+    segments: Segments
     kept: tuple[StageMemory, ...]
     memory: Memory
     order: Schedule
@@ -143,7 +174,7 @@ class PlannedLanes:
     chunks: int
     checkpoint: Modes
     chain: Chain
-    checkpoint_segments: int = 1
+    checkpoint_segments: Segments = 1
     names: tuple[str, ...] | None = None
     loss: SavedByLoss | None = None
     training: bool = True
@@ -190,38 +221,70 @@ class PlannedLanes:
             loss_memory(self.loss, kept_graph),
         )
 
-    def modes(self, cut: CutModel) -> tuple[str, ...]:
-        """The mode of each stage of a cut: that given or, for "auto", the one with which the stage
-        takes least time of those that its memory has room for."""
-        chosen = choices(self.checkpoint)
-        order = self._order(len(cut.devices))
-        priced = prices(cut.problem.whole, self._machine(cut, self.checkpoint, order), cut.stage)
+    def ways(self, cut: CutModel, stage: int) -> list[tuple[str, int]]:
+        """The modes, each with a number of segments, among which a stage may choose: those that
+        keep most come first. It has no more segments than places to cut it, and a single one if the
+        user's schedule says when it is recomputed."""
         stages = len(cut.devices)
-        return tuple(of_stages(chosen[way], stages)[i] for i, way in enumerate(priced.way))
+        found = [
+            (of_stages(modes, stages)[stage], counts(segments, modes, stages)[stage])
+            for modes, segments in ways(self.checkpoint, self.checkpoint_segments)
+        ]
+        if is_open(self.checkpoint_segments, self.checkpoint):
+            most = 1 if stage in self._recomputed else cut.most_segments(stage)
+            found = [(mode, number) for mode, number in found if number <= most]
+        return list(dict.fromkeys(found))
 
-    def step(self, cut: CutModel, modes: Modes, order: Schedule | None = None) -> PlannedStep:
-        """The training step of a cut whose stages have these modes, as the simulator predicts it.
+    @property
+    def _recomputed(self) -> set[int]:
+        """The stages of which the user's schedule says when they are recomputed."""
+        given = self.schedule
+        lanes = range(len(given.lanes)) if isinstance(given, Schedule) else ()
+        actions = (action for lane in lanes for action in given.actions(lane))  # type: ignore[union-attr]
+        return {stage for stage, _ in recomputed_cells(actions)}
+
+    def chosen(self, cut: CutModel) -> list[tuple[str, int]]:
+        """The mode of each stage of a cut, with its number of segments: those given or, for "auto",
+        those with which the stage takes least time of those that its memory has room for."""
+        order = self._order(len(cut.devices))
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order)
+        priced = prices(cut.problem.whole, target, cut.stage)
+        stages, offered = len(cut.devices), ways(self.checkpoint, self.checkpoint_segments)
+        found = []
+        for stage, way in enumerate(priced.way):
+            modes, segments = offered[way]
+            mode, number = of_stages(modes, stages)[stage], counts(segments, modes, stages)[stage]
+            own = [other for kept, other in self.ways(cut, stage) if kept == mode]
+            found.append((mode, max(other for other in own if other <= number)))
+        return found
+
+    def step(
+        self, cut: CutModel, ways: Sequence[tuple[str, int]], order: Schedule | None = None
+    ) -> PlannedStep:
+        """The training step of a cut, as the simulator predicts it, whose stages have these modes
+        and numbers of segments.
 
         ``order``: its schedule, made for other modes maybe; None: the one that the user asks for.
         """
-        kept = cut.kept
-        if self.checkpoint_segments > 1:
-            kept = tuple(in_segments(kept, cut.modules, self.checkpoint_segments, modes))
+        modes = plain([mode for mode, _ in ways])
+        segments = simplest([number for _, number in ways], modes)
+        kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
-        costs = self._costs(cut, modes)
+        costs = self._costs(cut, modes, segments)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)
         if order is None:
-            order = self._ordered(costs, links, memory, cut.reserve)
-        else:
-            order = order.recomputing(memory.again(len(costs)))
+            order = self._ordered(costs, links, memory, cut.reserve, segments == 1)
+        else:  # segments are recomputed right ahead of their own backward
+            again = zip(memory.again(len(costs)), ways, strict=True)
+            order = order.recomputing([n if number == 1 else 0 for n, (_, number) in again])
         run = simulate if self.training else simulate_forwards
         timeline = run(order, costs, links, memory)
-        return PlannedStep(plain(of_stages(modes, len(cut.devices))), kept, memory, order, timeline)
+        return PlannedStep(modes, segments, kept, memory, order, timeline)
 
     def plan(self, cut: CutModel, step: PlannedStep) -> Plan:
         """The plan that has this cut and this step."""
-        target = self._machine(cut, step.modes, step.order)
+        target = self._machine(cut, step.modes, step.segments, step.order)
         priced = prices(cut.problem.whole, target, cut.stage)
         kept, timeline = step.kept, step.timeline
         found = cut.gm.meta.get(GAP)
@@ -255,16 +318,19 @@ class PlannedLanes:
             step.modes,
             found,
             self.training,
+            step.segments,
         )
 
-    def _machine(self, cut: CutModel, modes: Modes, order: Schedule | None) -> Machine:
+    def _machine(
+        self, cut: CutModel, modes: Modes, segments: Segments, order: Schedule | None
+    ) -> Machine:
         return machine(
             cut.devices,
             chunks=self.chunks,
             checkpoint=modes,
             order=order,
             placement=self._places,
-            segments=self.checkpoint_segments,
+            segments=segments,
         )
 
     @property
@@ -318,10 +384,16 @@ class PlannedLanes:
         return named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
 
     def _ordered(
-        self, costs: Sequence[StageCost], links: Links, memory: Memory, reserve: Sequence[float]
+        self,
+        costs: Sequence[StageCost],
+        links: Links,
+        memory: Memory,
+        reserve: Sequence[float],
+        are_whole: bool,
     ) -> Schedule:
         """The schedule of a step. A search takes a schedule that keeps within the devices' memory,
-        less what is in reserve for their stages, if there is one."""
+        less what is in reserve for their stages, if there is one. ``are_whole``: no stage is
+        recomputed in segments."""
         if not self.training:
             return forwards(self.placement, self.chunks)
         held = [sum(reserve[i] for i in own) if reserve else 0.0 for own in self._stages_on]
@@ -337,14 +409,14 @@ class PlannedLanes:
             lambda: costs,
             links=links,
             memory=memory,
-            moves_recomputations=self.checkpoint_segments == 1,
+            moves_recomputations=are_whole,
         )
         if self.schedule == AUTO and min(limits) < float("inf"):
             with suppress(NoRoom):  # no schedule fits: the plan says how many bytes are missing
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
-    def _costs(self, cut: CutModel, modes: Modes) -> list[StageCost]:
+    def _costs(self, cut: CutModel, modes: Modes, segments: Segments) -> list[StageCost]:
         """The seconds that a micro-batch takes at each stage, on the stage's own device."""
         devices = cut.devices
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
@@ -354,7 +426,7 @@ class PlannedLanes:
             forward[s] += times * node.meta[COST].forward_s
             backward[s] += times * node.meta[COST].backward_s
         costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
-        return estimated_costs(costs, self.chunks, modes, self.checkpoint_segments)
+        return estimated_costs(costs, self.chunks, modes, segments)
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The link between each pair of lanes, which is as slow as the slower of their devices'

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from fxpipe.trace import CustomTracer, Traced, canonical, trace, untouched
 from passes.chain import Chain, ToStages, default_chain, run
 from passes.common import modes
 from passes.common.modes import Modes, milder
+from passes.common.segments import Segments, is_open
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
@@ -203,6 +205,7 @@ class PlanQuestion:
     """The model, the devices and the options of a plan; :meth:`answer` makes the plan.
 
     Args:
+        checkpoint, checkpoint_segments: as for :func:`fxpipe.compile`.
         loss: what the loss saves for its backward; None: nobody knows.
         effort: limits the search for an automatic cut.
     """
@@ -214,7 +217,7 @@ class PlanQuestion:
     stages: int | None
     chunks: int
     checkpoint: Modes
-    checkpoint_segments: int = 1
+    checkpoint_segments: Segments = None
     names: tuple[str, ...] | None = None
     loss: SavedByLoss | None = None
     effort: Effort | None = None
@@ -257,9 +260,25 @@ class PlanQuestion:
         equal part of it. But first it is cut as if there were no limits: if what comes of that
         fits, no limit has to be thought of.
 
+        Where the numbers of segments are to be found out, stages are first recomputed as a whole,
+        and in several segments only if nothing fits so.
+
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
-        if self.is_automatic and self._is_limited:
+        if not self._is_open:
+            return self._found()
+        try:
+            whole = replace(self, checkpoint_segments=1).answer()
+        except DoesNotFit:
+            with suppress(DoesNotFit):
+                return self._found()
+            raise
+        return whole if whole.fits else self._found()
+
+    def _found(self) -> Plan:
+        """The plan that is found without a look at stages that are recomputed as a whole, if the
+        numbers of segments are open."""
+        if self.is_automatic and self._is_limited and not self._is_open:
             free = self._without_limit()
             if free.fits:
                 return free
@@ -279,6 +298,11 @@ class PlanQuestion:
         if any(plan.fits for part in self._parts for plan in self._tried(part)):
             return True
         return self.is_automatic and self._is_limited and self._without_limit().fits
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the numbers of segments are to be found out."""
+        return is_open(self.checkpoint_segments, self.checkpoint)
 
     @property
     def _is_limited(self) -> bool:
@@ -313,16 +337,17 @@ class PlanQuestion:
     def _without_limit(self) -> Plan:
         """The plan whose cut, and modes, are found as if the memory of the devices had no limit."""
         cut = self._cut(None, ())
-        return self._lanes.plan(cut, self._lanes.step(cut, self._lanes.modes(cut)))
+        return self._lanes.plan(cut, self._lanes.step(cut, self._lanes.chosen(cut)))
 
     def _planned(self, part: int | None, reserve: tuple[float, ...]) -> tuple[Plan, Plan]:
         """A plan whose stages have the modes that the cut has chosen for them, and one whose stages
-        have the best modes that are found; the same plan twice if the user gives the modes."""
+        have the best modes and segments that are found; the same plan twice if the user gives
+        them."""
         lanes = self._lanes
         cut = self._cut(part, reserve)
-        step = lanes.step(cut, lanes.modes(cut))
+        step = lanes.step(cut, lanes.chosen(cut))
         as_cut = lanes.plan(cut, step)
-        if self.checkpoint != modes.AUTO:
+        if self.checkpoint != modes.AUTO and not self._is_open:
             return as_cut, as_cut
         return as_cut, lanes.plan(cut, Keeping(lanes, cut).settled(step))
 
@@ -354,8 +379,9 @@ class PlanQuestion:
             now = modes.of_stages(plan.checkpoint, stages)
             for mode in modes.MODES[: modes.MODES.index(now[stage])]:
                 given = modes.plain([*now[:stage], mode, *now[stage + 1 :]])
+                segments = modes.AUTO if self._is_open else self.checkpoint_segments
                 try:
-                    other = replace(self, checkpoint=given).answer()
+                    other = replace(self, checkpoint=given, checkpoint_segments=segments).answer()
                 except DoesNotFit:
                     continue
                 if other.seconds < plan.seconds * (1 - ROUNDING):
@@ -434,8 +460,11 @@ class PlanQuestion:
             more = range(len(names), count)
             is_one = len(set(names)) == 1  # such as the CPU, which has all lanes
             names = (*names, *(names[0] if is_one else f"device {i}" for i in more))
-        # Whether it fits hardly depends on how fast the cut is, and many changes are tried.
-        other = replace(self, specs=specs, names=names, effort=QUICK, **change.settings)
+        # Whether it fits hardly depends on how fast the cut is, and many changes are tried. That it
+        # fits where stages are recomputed as a whole takes less time to say, and is enough.
+        segments = 1 if self._is_open else self.checkpoint_segments
+        other = replace(self, specs=specs, names=names, effort=QUICK, checkpoint_segments=segments)
+        other = replace(other, **change.settings)
         gm = other.prices.of(other.chunks)
         try:
             spec = other._automatic(gm)

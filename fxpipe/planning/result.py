@@ -13,7 +13,8 @@ from fxpipe.schedule import (
     Schedule,
     Timeline,
 )
-from passes.common.modes import Modes, in_words, is_never
+from passes.common.modes import Modes, is_never
+from passes.common.segments import Segments, in_words
 from passes.common.skips import SkipLayout
 
 ROUNDING = 1e-9  # sizes within this relative difference are equal: bytes are sums of fractions
@@ -79,6 +80,8 @@ class Plan:
             longer than the slowest stage of any other cut that fits.
         training: whether a training step is planned; if not, ``schedule`` and ``timeline`` are
             those of a call without a backward.
+        checkpoint_segments: in how many segments checkpointed stages are recomputed, as
+            :func:`fxpipe.compile` takes it.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -89,6 +92,7 @@ class Plan:
     checkpoint: Modes
     gap: float
     training: bool = True
+    checkpoint_segments: Segments = 1
 
     @property
     def chunks(self) -> int:
@@ -179,7 +183,7 @@ class Plan:
             ),
         ]
         if not is_never(self.checkpoint):
-            lines.append(f"checkpoint: {in_words(self.checkpoint)}")
+            lines.append(f"checkpoint: {in_words(self.checkpoint, self.checkpoint_segments)}")
         return lines
 
     def __str__(self) -> str:

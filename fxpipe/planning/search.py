@@ -40,6 +40,7 @@ from fxpipe.planning.question import CostedModel, PlanQuestion
 from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.schedule import AUTO, NAMES, Schedule, named, placement_of
 from passes.common.modes import Modes
+from passes.common.segments import Segments
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.bounds import least_share, lower_bound
@@ -53,17 +54,20 @@ MOST = 8
 @dataclass(frozen=True)
 class Setting:
     """A schedule ("auto": an order of its own), the number of stages (None: as many as the schedule
-    takes), the number of micro-batches, and that of the segments of checkpointed stages."""
+    takes), the number of micro-batches, and ``checkpoint_segments`` as :func:`fxpipe.compile` takes
+    it."""
 
     schedule: str
     stages: int | None
     chunks: int
-    segments: int = 1
+    segments: Segments = None
 
     def __str__(self) -> str:
         order = "an order of its own" if self.schedule == AUTO else self.schedule
         several = _counted(self.chunks)
-        if self.segments > 1:
+        if isinstance(self.segments, tuple):
+            several += f" and {', '.join(map(str, self.segments))} segments"
+        elif isinstance(self.segments, int) and self.segments > 1:
             several += f" and {self.segments} segments"
         return f"{order} with {several}"
 
@@ -119,7 +123,7 @@ def settings_of(
     numbers: Iterable[int],
     schedules: Sequence[str] = NAMES,
     stages: Sequence[int | None] = (None,),
-    segments: Sequence[int] = (1,),
+    segments: Sequence[Segments] = (None,),
     *,
     is_strict: bool = False,
 ) -> list[Setting]:
@@ -149,13 +153,16 @@ def settings_of(
     return found
 
 
-def leaves_stages_open(partition: Spec, checkpoint: Modes, stages: int | None) -> bool:
+def leaves_stages_open(
+    partition: Spec, checkpoint: Modes, segments: Segments, stages: int | None
+) -> bool:
     """Whether a schedule may have as many stages as it takes: nothing that the user gives is for
     one number of stages."""
     is_free = (isinstance(partition, str) and partition == "auto") or (
         isinstance(partition, Auto) and not partition.pins and partition.devices is None
     )
-    return is_free and stages is None and isinstance(checkpoint, str)
+    is_of_any = isinstance(checkpoint, str) and not isinstance(segments, tuple)
+    return is_free and stages is None and is_of_any
 
 
 def are_given(costs: Costs) -> bool:
@@ -171,14 +178,14 @@ class Left:
         schedule: a name; "auto" if it is open.
         chunks: the number of micro-batches; None if it is open.
         stages: the number of stages; None: as many as a schedule takes.
-        segments: the number of segments of checkpointed stages.
+        segments: ``checkpoint_segments``, as :func:`fxpipe.compile` takes it.
         has_given_costs: whether the user gives the costs.
     """
 
     schedule: str
     chunks: int | None
     stages: int | None
-    segments: int = 1
+    segments: Segments = None
     has_given_costs: bool = False
 
 
@@ -384,7 +391,8 @@ class Choice:
     """What has been chosen for a pipeline, and why.
 
     Attributes:
-        schedule, stages, chunks, checkpoint: as :func:`fxpipe.compile` takes them.
+        schedule, stages, chunks, checkpoint, checkpoint_segments: as :func:`fxpipe.compile` takes
+            them.
         partition: the stage of each node.
         gap: how far the cut is from optimal, at most; see :class:`Plan`.
         rows: the rows of the mini-batch for which it has been chosen; None: it cannot be cut.
@@ -412,6 +420,7 @@ class Choice:
     left_out: int = 0
     unfit: int = 0
     is_estimated: bool = False
+    checkpoint_segments: Segments = 1
 
     @staticmethod
     def of(trials: Sequence[SettingTrial], rows: int | None) -> Choice:
@@ -437,6 +446,7 @@ class Choice:
             sum(trial.plan is not None for trial in trials),
             sum(trial.is_left_out for trial in trials),
             sum(bool(trial.why) for trial in trials),
+            checkpoint_segments=plan.checkpoint_segments,
         )
 
     @property

@@ -9,11 +9,13 @@
 
 A backward in two halves begins with the first and ends with the second; at the end of the first a
 part of the activations may be free already. Where a schedule has no recomputation of its own, the
-backward begins with it. In the last stage, a forward is followed by the loss, and a recomputation,
-or a backward without one, begins with the loss's backward. So what the loss has saved is added to
-the former and is free at the begin of the latter; no checkpoint makes it any smaller. Since a lane
-does one thing at a time, what it holds follows from the order of its actions alone, whatever time
-they take.
+backward begins with it. A stage may be recomputed in segments, each right ahead of its own
+backward, so that only the activations of one are there at a time; but those of all are there in a
+backward in two halves, until the second. In the last stage, a forward is followed by the loss, and
+a recomputation, or a backward without one, begins with the loss's backward. So what the loss has
+saved is added to the former and is free at the begin of the latter; no checkpoint makes it any
+smaller. Since a lane does one thing at a time, what it holds follows from the order of its actions
+alone, whatever time they take.
 
 The timeline of a step also shows what a bound on memory leaves out: the bytes that an action needs
 only while it runs (:class:`Workspace`), and results that wait until another lane takes them
@@ -84,6 +86,9 @@ class Memory:
             backward, which recomputes their activations.
         inputs: the bytes that a stage keeps of a checkpointed micro-batch: one number for all
             stages, or one for each.
+        recomputed: the most activations, in bytes, that are there at one time of a checkpointed
+            micro-batch, for each stage: fewer than its ``activations`` if it is recomputed in
+            segments. None: all of them.
         loss: the bytes that the loss saves of a micro-batch for its backward.
         shared_with_loss: how many of these bytes are activations of the last stage as well, such as
             the model's output where the last operator has saved it too.
@@ -97,6 +102,7 @@ class Memory:
     released_by_input: float = 0.0
     checkpointed: int | Sequence[int] = 0
     inputs: Bound = 0.0
+    recomputed: Sequence[float] | None = None
     loss: float = 0.0
     shared_with_loss: float = 0.0
     kept_inputs: Bound = 0.0
@@ -121,18 +127,19 @@ class MemoryChanges:
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
+        parts: list[float] = spread(memory.recomputed or sizes, stages, "recomputed of each stage")
         released = memory.released_by_input
         self._checkpointed = memory.again(stages)
         self._kept = [_of_kept(size, released, 0.0) for size in sizes]
         self._again = [
-            _of_checkpointed(size, received, each, released, 0.0)
-            for size, received, each in zip(sizes, inputs, shared, strict=True)
+            _of_checkpointed(*of_stage, released, 0.0)
+            for of_stage in zip(sizes, parts, inputs, shared, strict=True)
         ]
         if stages and memory.loss:
             own = memory.loss - memory.shared_with_loss
             self._kept[-1] = _of_kept(sizes[-1], released, own)
             self._again[-1] = _of_checkpointed(
-                sizes[-1], inputs[-1], shared[-1], released, memory.loss
+                sizes[-1], parts[-1], inputs[-1], shared[-1], released, memory.loss
             )
 
     def of(self, action: Action) -> tuple[float, float]:
@@ -141,7 +148,8 @@ class MemoryChanges:
         begin, end = (self._again if is_again else self._kept)[action.stage][action.kind]
         is_recomputed = (action.stage, action.microbatch) in self._recomputed
         if is_again and is_recomputed and action.kind.begins_backward:
-            return 0.0, end  # the recomputation has added what is added at the begin
+            before, _ = self._again[action.stage][Kind.RECOMPUTE]
+            return begin - before, end  # the recomputation has added this already
         return begin, end
 
 
@@ -156,14 +164,16 @@ def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[floa
 
 
 def _of_checkpointed(
-    size: float, inputs: float, shared: float, released: float, loss: float
+    size: float, part: float, inputs: float, shared: float, released: float, loss: float
 ) -> dict[Kind, tuple[float, float]]:
-    again = size - shared  # what a second run adds to the inputs, which are still there
+    # What a second run adds to the inputs, which are still there: one segment after the other, and
+    # all of them where the second halves of their backwards are put off.
+    again, all_again = part - shared, size - shared
     return {
         Kind.FORWARD: (inputs + loss, 0.0),
         Kind.BACKWARD: (again - loss, -again - inputs),
-        Kind.BACKWARD_INPUT: (again - loss, -released * size),
-        Kind.WEIGHT_GRAD: (0.0, released * size - again - inputs),
+        Kind.BACKWARD_INPUT: (all_again - loss, -released * size),
+        Kind.WEIGHT_GRAD: (0.0, released * size - all_again - inputs),
         Kind.RECOMPUTE: (again - loss, 0.0),
     }
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fxpipe.ir.text import human_bytes, human_time, rendered
 from fxpipe.tuning.pareto import front, picture
-from passes.common.modes import in_words
+from passes.common.segments import in_words
 from passes.partition.automatic import DoesNotFit
 
 
@@ -155,6 +155,5 @@ def said(trial: TuningTrial) -> str:
 
 
 def _modes(trial: TuningTrial) -> str:
-    """The checkpoint modes of a trial, and the number of segments if there are several."""
-    segments = int(trial.options.get("checkpoint_segments", 1))
-    return in_words(trial.options["checkpoint"]) + (f", {segments} segments" * (segments > 1))
+    """The checkpoint modes of a trial, and the numbers of segments if there are several."""
+    return in_words(trial.options["checkpoint"], trial.options.get("checkpoint_segments", 1))

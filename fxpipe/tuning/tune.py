@@ -52,6 +52,7 @@ from fxpipe.trace import CustomTracer
 from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
 from passes.common.modes import AUTO, Modes, is_never, modes_of
+from passes.common.segments import Segments, segments_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
@@ -63,8 +64,9 @@ def _shown(trial: SettingTrial, checkpoint: Modes) -> TuningTrial:
     options: dict[str, Any] = {"chunks": setting.chunks, "schedule": setting.schedule}
     if setting.stages is not None:
         options["stages"] = setting.stages
-    if setting.segments > 1:
-        options["checkpoint_segments"] = setting.segments
+    segments = setting.segments if plan is None else plan.checkpoint_segments
+    if segments != 1:
+        options["checkpoint_segments"] = list(segments) if isinstance(segments, tuple) else segments
     if plan is None:
         return TuningTrial(options | {"checkpoint": checkpoint}, math.inf, why=trial.why)
     modes = plan.checkpoint
@@ -84,7 +86,7 @@ def tune(
     schedules: Sequence[str] | None = None,
     stages: Sequence[int | None] = (None,),
     checkpoint: Modes = AUTO,
-    checkpoint_segments: Sequence[int] = (1, 2, 4),
+    checkpoint_segments: Sequence[Segments] = (1, 2, 4),
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     memory: Memory = None,
@@ -112,9 +114,10 @@ def tune(
         stages: the numbers of stages to try. None among them stands for as many as a schedule
             takes.
         checkpoint: as for :func:`fxpipe.compile`; by default the mode of each stage is chosen.
-        checkpoint_segments: in how many segments stages are recomputed. Numbers above one are tried
-            where a stage is recomputed, or nothing fits otherwise, and are among the trials where
-            they make a trial fit, faster, or smaller.
+        checkpoint_segments: in how many segments stages are recomputed: values to try, each as for
+            :func:`fxpipe.compile`. Other ones than 1 are tried where a stage is recomputed, or
+            nothing fits otherwise, and are among the trials where they make a trial fit, faster, or
+            smaller.
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
         measure: how many of the best trials are compiled and measured, each on a copy of the model.
@@ -156,9 +159,7 @@ def tune(
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
     given = (example_inputs, example_kwargs or {})
     settings = CostSettings(costs, specs[0], optimizer_states(optimizer, ADAM))
-    segments = [
-        count("checkpoint_segments", each, "the number of segments") for each in checkpoint_segments
-    ]
+    segments = [segments_of(each, "always") for each in checkpoint_segments]
     tried = [count("chunks", each, "the number of micro-batches") for each in chunks or ()]
     with compiling():
         prices, batch = costed(
@@ -181,6 +182,7 @@ def tune(
             numbers,
             NAMES if schedules is None else schedules,
             stages,
+            [1],
             is_strict=schedules is not None and None in stages,
         )
         with Progress(transient=True, disable=not progress, console=_console()) as bar:
@@ -259,13 +261,15 @@ def _lanes(
     return tuple(specs), tuple(map(str, here)), True
 
 
-def _segmented(trial: SettingTrial, segments: Sequence[int], checkpoint: Modes) -> list[Setting]:
+def _segmented(
+    trial: SettingTrial, segments: Sequence[Segments], checkpoint: Modes
+) -> list[Setting]:
     """The settings of a trial with other numbers of segments. There are none if no stage of it is
     recomputed: they change nothing for stages that keep their activations."""
     modes = checkpoint if trial.plan is None else trial.plan.checkpoint
     if is_never(modes):
         return []
-    return [replace(trial.setting, segments=number) for number in segments if number > 1]
+    return [replace(trial.setting, segments=number) for number in segments if number != 1]
 
 
 def _helps(other: SettingTrial, trial: SettingTrial) -> bool:

@@ -112,24 +112,27 @@ def checkpointed(mode: str, chunks: int) -> int:
 
 
 def alive(
-    modes: Modes, chunks: int, stages: int, order: Schedule | None = None, segments: int = 1
+    modes: Modes,
+    chunks: int,
+    stages: int,
+    order: Schedule | None = None,
+    segments: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float]]:
     """For each stage, the number of micro-batches whose activations it holds at the same time, at
     most, and the number of checkpointed ones of which it holds the inputs only.
 
     Args:
         order: the schedule of the step; None: all forwards may come before the first backward.
-        segments: in how many segments a checkpointed stage is recomputed, one at a time. They are
-            taken to be equal, and the inputs of all but the first are not counted.
+        segments: in how many segments each stage is recomputed, one at a time; None: in one. They
+            are taken to be equal, each with inputs as large as those of the stage.
     """
     again = [checkpointed(mode, chunks) for mode in of_stages(modes, stages)]
-    if segments > 1:
-        activations, inputs = alive(modes, chunks, stages, order)
-        parts = [segments if count == chunks else 1 for count in again]
-        return [n / part for n, part in zip(activations, parts, strict=True)], inputs
+    numbers = list(segments or [1] * stages)
+    parts = [1 / number for number in numbers]
     if order is None:
-        return [float(chunks - n + (n > 0)) for n in again], [float(n) for n in again]
+        held = [chunks - n + (n > 0) * part for n, part in zip(again, parts, strict=True)]
+        return held, [float(n * number) for n, number in zip(again, numbers, strict=True)]
     ones, zeros = [1.0] * stages, [0.0] * stages
-    of_activations = peaks(order, Memory(ones, checkpointed=again))
-    of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=1.0))
+    of_activations = peaks(order, Memory(ones, checkpointed=again, recomputed=parts))
+    of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=numbers))
     return list(of_activations.stages), list(of_inputs.stages)

@@ -22,6 +22,7 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.schedule import Schedule
 from passes.common.modes import Modes, milder
+from passes.common.segments import Segments
 from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
@@ -69,7 +70,7 @@ class Partition:
             micro-batches are under way at the same time, and so what fits into memory. None: all of
             them may be.
         placement: the number of each stage's device, if one device has several stages.
-        segments: in how many segments a checkpointed stage is recomputed.
+        segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
         explains: whether the error for a model that does not fit says how much memory is missing
             and what would help; to find that takes further cuts.
         effort: limits the search for an automatic cut.
@@ -87,7 +88,7 @@ class Partition:
     order: Callable[[int], Schedule | None] | None = None
     placement: tuple[int, ...] | None = None
     explains: bool = True
-    segments: int = 1
+    segments: Segments = 1
     effort: Effort | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -37,7 +37,8 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import Modes, alive, choices, recomputed_by
+from passes.common.modes import Modes, alive, recomputed_by
+from passes.common.segments import Segments, counts, ways
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
 from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, Way
@@ -132,7 +133,7 @@ def machine(
     checkpoint: Modes = "never",
     order: Schedule | None = None,
     placement: Sequence[int] | None = None,
-    segments: int = 1,
+    segments: Segments = 1,
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
 
@@ -144,20 +145,22 @@ def machine(
         checkpoint: as for :func:`fxpipe.compile`. A stage keeps the activations of micro-batches
             that are not checkpointed, and of the one whose forward is being computed again; of the
             others that are under way it keeps the inputs that it receives. For "auto" the ways of
-            the machine are all modes, in the order of :data:`passes.common.modes.MODES`.
+            the machine are all modes, with all ``segments``, as
+            :func:`passes.common.segments.ways` lists them.
         order: the order of a training step, which decides how many micro-batches are under way at
             once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
             to travel. None: each stage has a device of its own.
-        segments: in how many segments a checkpointed stage is recomputed.
+        segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
     """
     k = devices if isinstance(devices, int) else len(devices)
-    ways = []
-    for modes in choices(checkpoint):
-        held, received = (np.asarray(n) / chunks for n in alive(modes, chunks, k, order, segments))
-        ways.append(Way(held, received, np.array(recomputed_by(modes, chunks, k))))
+    found = []
+    for modes, numbers in ways(checkpoint, segments):
+        parts = counts(numbers, modes, k)
+        held, received = (np.asarray(n) / chunks for n in alive(modes, chunks, k, order, parts))
+        found.append(Way(held, received, np.array(recomputed_by(modes, chunks, k))))
     if isinstance(devices, int):
-        return Machine(k, ways=tuple(ways))
+        return Machine(k, ways=tuple(found))
     where = np.arange(k) if placement is None else np.asarray(placement)
     is_here = where[:, None] == where
     bandwidth = np.array(
@@ -172,7 +175,7 @@ def machine(
         bandwidth=np.where(is_here, np.inf, bandwidth),
         latency=np.where(is_here, 0.0, chunks * latency),
         memory=np.array(limits),
-        ways=tuple(ways),
+        ways=tuple(found),
         apart=np.where(is_here, 0.0, 1.0),
     )
 

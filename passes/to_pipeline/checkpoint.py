@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.counts import count
 from fxpipe.ir.graph import attribute
-from passes.common.modes import Modes, is_checkpointed, is_never, modes_of, of_stages
+from passes.common.modes import Modes, is_checkpointed, modes_of, of_stages
+from passes.common.segments import Segments, counts, segments_of
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
 
@@ -40,44 +40,43 @@ class Checkpoint:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
             last micro-batch, whose backward follows its forward at once ("except_last"); or one of
             these for each stage.
-        segments: the number of segments that a stage is cut into, each checkpointed by itself.
+        segments: the number of segments that a checkpointed stage is cut into, each checkpointed by
+            itself; or the number of each stage.
 
-    Raises ValueError for another mode, for modes of another number of stages, or for several
-    segments with the mode "never".
+    Raises ValueError for another mode, for modes or numbers of another number of stages, or for
+    several segments with the mode "never".
     """
 
     name: ClassVar[str] = "checkpoint"
     mode: Modes = "never"
-    segments: int = 1
+    segments: Segments = 1
 
     def __post_init__(self) -> None:
         modes_of(self.mode)
-        count("checkpoint_segments", self.segments, "the number of segments that a stage is cut in")
-        if self.segments > 1 and is_never(self.mode):
-            raise ValueError(
-                f'checkpoint_segments is {self.segments}, but checkpoint is "never": give '
-                'checkpoint="always" or "except_last" with it'
-            )
+        segments_of(self.segments, self.mode)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         found = cells(gm.graph)
         chunks = 1 + max((microbatch for microbatch, _ in found), default=0)
-        modes = of_stages(self.mode, 1 + max((stage for _, stage in found), default=0))
+        stages = 1 + max((stage for _, stage in found), default=0)
+        modes, segments = of_stages(self.mode, stages), counts(self.segments, self.mode, stages)
         for cell, nodes in found.items():
             if is_checkpointed(modes[cell[1]], cell[0], chunks):
-                self._checkpoint(gm, cell, nodes)
+                self._checkpoint(gm, cell, nodes, segments[cell[1]])
         return sweep(gm)
 
-    def _checkpoint(self, gm: fx.GraphModule, cell: Cell, nodes: list[fx.Node]) -> None:
+    def _checkpoint(
+        self, gm: fx.GraphModule, cell: Cell, nodes: list[fx.Node], segments: int
+    ) -> None:
         (call,) = (node for node in nodes if node.op == "call_module")
         writer = Writer(cell, after=call)
-        if self.segments == 1:
+        if segments == 1:
             output, handle = _run(writer, str(call.target), call.args, like=call)
             call.replace_all_uses_with(output)
             gone = [call]
         else:
             results = items(call)
-            handle = _run_segments(writer, gm, call, self.segments)
+            handle = _run_segments(writer, gm, call, segments)
             gone = [*results, call]
         nodes = sorted(node for node in (*writer.added, *nodes) if node not in gone)
         for node in gone:

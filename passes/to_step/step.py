@@ -39,7 +39,8 @@ from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
 from fxpipe.schedule.recomputation import recomputed_cells, with_recomputations
-from passes.common.modes import Modes, checkpointed, is_never, of_stages
+from passes.common.modes import Modes, checkpointed, of_stages
+from passes.common.segments import Segments, counts
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
 from passes.to_step.defer import Defer
@@ -82,7 +83,7 @@ class Step:
     in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
     checkpoint: Modes = "never"
-    checkpoint_segments: int = 1
+    checkpoint_segments: Segments = 1
     summed: bool = False
     loss_weight: nn.Module | None = None
     weighs_inputs: bool = False
@@ -100,7 +101,7 @@ class Step:
         step._check_recomputations()
         lanes = [list(step.schedule.actions(lane)) for lane in range(len(step.schedule.lanes))]
         actions = [action for _, action in run_order(lanes, Needs(step.schedule, edges).of)]
-        if is_never(self.checkpoint) or self.checkpoint_segments == 1:
+        if max(self._segments) == 1:
             return step._written(gm, actions, [(stage,) for stage in range(stages)])
         return step._in_segments(gm, actions)
 
@@ -124,6 +125,11 @@ class Step:
         modes, count = of_stages(self.checkpoint, self.schedule.stages), self.schedule.microbatches
         return [checkpointed(mode, count) for mode in modes]
 
+    @property
+    def _segments(self) -> list[int]:
+        """The number of segments of each stage."""
+        return counts(self.checkpoint_segments, self.checkpoint, self.schedule.stages)
+
     def _check_recomputations(self) -> None:
         """Refuse recomputations that the schedule has, and that the checkpoint modes forbid."""
         lanes = range(len(self.schedule.lanes))
@@ -136,7 +142,7 @@ class Step:
                     "that there is nothing to recompute: take this action out of the schedule, or "
                     'give checkpoint="always"'
                 )
-            if self.checkpoint_segments > 1:
+            if self._segments[stage] > 1:
                 raise StepError(
                     f"{said}checkpoint_segments={self.checkpoint_segments} recomputes a stage in "
                     "parts, each right ahead of its own backward: take this action out of the "
@@ -151,8 +157,7 @@ class Step:
         never run again stays whole.
         """
         modes = of_stages(self.checkpoint, self.schedule.stages)
-        counts = [1 if mode == "never" else self.checkpoint_segments for mode in modes]
-        cut, stage_of = opened(gm, counts)
+        cut, stage_of = opened(gm, self._segments)
         segments: list[list[int]] = [[] for _ in range(self.schedule.stages)]
         for segment, stage in enumerate(stage_of):
             segments[stage].append(segment)
@@ -172,7 +177,13 @@ class Step:
         )
         devices = tuple(self.devices[stage] for stage in stage_of)
         checkpoint = tuple(modes[stage] for stage in stage_of)
-        step = replace(self, schedule=schedule, devices=devices, checkpoint=checkpoint)
+        step = replace(
+            self,
+            schedule=schedule,
+            devices=devices,
+            checkpoint=checkpoint,
+            checkpoint_segments=1,
+        )
         labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
         result = step._written(cut, taken_apart(actions), labels)
         for node in result.graph.nodes:  # readers of the graph know stages, but no segments

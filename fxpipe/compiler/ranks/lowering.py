@@ -147,7 +147,8 @@ class Agreed:
             gm = self.cut(gm)
         ours = {node.name: node.meta.get(STAGE) for node in stage_nodes(gm.graph)}
         labels: dict[str, int]
-        labels, layout.modes = self.agreement.ask("cut", (ours, layout.modes))[0]
+        own = ours, layout.modes, layout.segments
+        labels, layout.modes, layout.segments = self.agreement.ask("cut", own)[0]
         if labels.keys() != ours.keys():
             name = min(labels.keys() ^ ours.keys())
             both = self.agreement.names[0], self.agreement.names[self.agreement.rank]

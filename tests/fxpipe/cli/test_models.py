@@ -124,6 +124,17 @@ def test_compile_and_plan_cut_where_boundaries_allow_it(models):
         assert "stage 0: first, relu, second\nstage 1: third, mul\n" in text
 
 
+def test_each_stage_may_be_recomputed_in_segments_of_its_own(models):
+    given = ["--checkpoint", "always", "--checkpoint-segments"]
+    text = succeeded("plan", "own_models:build", "--devices", "h100,h100", *given, "1,2")
+    assert "checkpoint: always, always in 2 segments" in text
+    succeeded("compile", "own_models:build", *TWO, *given, "1,2")
+    text = succeeded("plan", "own_models:build", "--devices", "h100,h100", *given, "auto")
+    assert "checkpoint: always\n" in f"{text}\n", "all of it fits"
+    said = refused("plan", "own_models:build", "--devices", "h100,h100", *given, "0")
+    assert "0 is not in the range x>=1" in said
+
+
 def test_each_stage_may_have_its_own_checkpoint_mode(models):
     modes = ["--checkpoint", "always,never"]
     text = succeeded("plan", "own_models:build", "--devices", "h100,h100", *modes)

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe import ops
+from fxpipe.ir.graph import STAGE
 from fxpipe.ir.text import human_bytes
-from tests.zoo import gradients, outputs_of_loop, same
+from fxpipe.schedule import named
+from tests.zoo import gradients, mean_loss, outputs_of_loop, same, step_of_loop
 
 
 class Heavy(nn.Module):
@@ -114,6 +117,28 @@ def test_what_is_needed_only_while_it_runs_counts():
     with pytest.raises(fxpipe.DoesNotFit):
         fxpipe.compile(model, ["cpu"] * 2, memory=32 * 64 * 8 * 4, **options)
     fxpipe.compile(model, ["cpu"] * 2, memory=needed, **options).close()
+
+
+@pytest.mark.parametrize("chunks", [4, "auto"])
+def test_where_nothing_fits_as_a_whole_stages_are_recomputed_in_segments(chunks):
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16))
+    model, x, target = nn.Sequential(*layers), torch.randn(4, 64, 32), torch.randn(4)
+    given = {"schedule": "1f1b", "loss_fn": mean_loss, "optimizer": "sgd", "example_inputs": (x,)}
+    with fxpipe.compile(copy.deepcopy(model), ["cpu"] * 2, chunks=4, **given) as pipe:
+        limit = 0.7 * max(pipe.timeline().peak_memory)
+    given |= {"chunks": chunks, "memory": limit, "checkpoint": "auto"}
+    own = copy.deepcopy(model)
+    with pytest.raises(fxpipe.DoesNotFit):
+        fxpipe.compile(own, ["cpu"] * 2, **given, checkpoint_segments=1)
+    with fxpipe.compile(own, ["cpu"] * 2, **given) as pipe:
+        assert max(pipe.timeline().peak_memory) <= limit
+        assert "(checkpoint): always in 2 segments, never." in str(pipe.explain())
+        order = named("1f1b", lanes=2, microbatches=4)
+        found = [pipe.step(x, target=target), gradients(own)]
+        wanted = step_of_loop(model, (x,), target, pipe, order, 4, mean_loss)
+        assert same(found, list(wanted))
+        again = pipe.graph_module.graph.find_nodes(op="call_function", target=ops.checkpoint)
+        assert [node.meta[STAGE] for node in again] == [0] * 4 * 2
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,14 @@ def test_devices_that_cannot_be(devices, message):
         ({"schedule": "auto", "stages": 0}, "stages is 0: give the number of stages, 1 or more"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'except_last'"),
         ({"checkpoint_segments": 2}, 'checkpoint_segments is 2, but checkpoint is "never"'),
+        (
+            {"checkpoint": "auto", "checkpoint_segments": [1, 0]},
+            r"checkpoint_segments is \[1, 0\]: give the number of segments .*, or 'auto'",
+        ),
+        (
+            {"checkpoint": "auto", "checkpoint_segments": [1, 2, 3]},
+            "checkpoint_segments has 3 numbers, and there are 2 stages: give one number for each",
+        ),
         ({"schedule": "2f2b"}, "schedule is '2f2b': give one of gpipe, .*, or auto"),
         ({"schedule": "zbv", "stages": 3}, "zbv has 2 stages on each lane: 2 lanes take 4"),
         ({"schedule": "auto", "stages": 3}, "stages is 3: give as many for each of the 2 devices"),

@@ -117,6 +117,19 @@ def test_what_does_not_fit_into_the_memory_is_not_suggested():
     assert "of " in said(tight, "What it needs of memory")
 
 
+def test_segments_are_left_out_of_calls_with_other_modes():
+    x, model = torch.randn(64, 64), layers(4)
+    options = {"chunks": 4, "checkpoint": "always", "checkpoint_segments": [1, 2]}
+    explanation = explained(model, (x,), **options)
+    kept = "What stages recompute (checkpoint): always, always in 2 segments."
+    assert kept in said(explanation, "Where it is cut")
+    calls = [each.call for each in explanation.suggestions]
+    assert any('checkpoint="auto"' in call for call in calls)
+    for call in calls:
+        assert ("checkpoint_segments=[1, 2]" in call) == ('checkpoint="always"' in call)
+        run_again(call, model, example_inputs=(x,)).close()
+
+
 def test_a_schedule_of_the_users_own_may_be_replaced_by_a_faster_one():
     slow = Schedule.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     model, x = layers(4), torch.randn(16, 64)

@@ -249,6 +249,26 @@ def test_segments_hold_their_inputs_and_the_activations_of_one_of_them(kept_only
     assert held == [0, 2 * 384, 2 * 384 + 384, 0]
 
 
+def test_the_last_micro_batch_keeps_the_activations_of_all_segments_unless_it_is_recomputed(
+    kept_only,
+):
+    x, held = torch.randn(8, 12), {}
+    for checkpoint in ("except_last", "always"):
+        with fxpipe.compile(
+            nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))),
+            ["cpu"],
+            chunks=2,
+            checkpoint=checkpoint,
+            checkpoint_segments=2,
+            example_inputs=(x,),
+        ) as pipe:
+            fixed = pipe.stages[0].cost.fixed_bytes
+            held[checkpoint] = max(amount - fixed for _, amount in pipe.timeline().memory[0])
+    # As above, with 192 bytes for a micro-batch. While a segment of the first one is recomputed,
+    # the last one has kept the inputs of all four layers, or is checkpointed, too.
+    assert held == {"except_last": 2 * 192 + 192 + 4 * 192, "always": 2 * 192 + 192 + 2 * 192}
+
+
 def peaks_of_a_step(model, loss_fn, target, checkpoint):
     """The predicted peaks of both lanes in bytes, before a step and after it."""
     x = torch.randn(8, 12)

@@ -1,8 +1,10 @@
-"""``checkpoint="auto"``: the mode of each stage is chosen together with the cut."""
+"""``checkpoint="auto"``: the mode of each stage, and where nothing fits otherwise its number of
+segments, are chosen together with the cut."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from contextlib import suppress
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from passes.common.modes import MODES
+from fxpipe.planning.question import PlanQuestion
+from fxpipe.schedule import Schedule
+from passes.common.modes import MODES, is_never
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 
 
@@ -57,10 +61,11 @@ def test_it_fits_whenever_any_modes_do_and_is_as_fast_as_the_best_of_them(part, 
     best = best_of_all(limit, schedule=schedule)
     if best == float("inf"):
         with pytest.raises(fxpipe.DoesNotFit):
-            plan(limit, schedule=schedule)
+            plan(limit, schedule=schedule, checkpoint_segments=1)
         return
     found = plan(limit, schedule=schedule)
     assert found.fits
+    assert found.checkpoint_segments == 1, "segments are for what does not fit without them"
     assert found.seconds <= best * (1 + 1e-9)
 
 
@@ -86,3 +91,98 @@ def test_of_a_given_cut_each_stage_gets_the_mode_for_which_it_has_room():
 def test_the_modes_are_in_the_plans_text():
     limit = 0.7 * max(plan(None, "never").memory)
     assert "checkpoint: always, never" in str(plan(limit))
+
+
+# ---------------------------------------------------------------------------------- in segments
+
+
+def even(memory, checkpoint="auto", schedule="1f1b", **options):
+    """The plan for sixteen blocks that are alike, whose segments receive little."""
+    model, x = on_meta(nn.Sequential(*(Block(32) for _ in range(16))), torch.zeros(4096, 32))
+    device = FREE_LINKS if memory is None else FREE_LINKS.with_memory(memory)
+    given = {"chunks": 4, "schedule": schedule, "example_inputs": x, **options}
+    return fxpipe.plan(model, [device] * 2, checkpoint=checkpoint, **given)
+
+
+def part_of_all(part, **options):
+    """A part of the bytes that a device needs if everything is kept."""
+    return part * max(even(None, "never", **options).memory)
+
+
+WAYS = [("never", 1), ("except_last", 1), ("except_last", 2), *(("always", n) for n in (1, 2, 4))]
+
+
+@pytest.mark.parametrize("part", [0.6, 0.55, 0.5])
+def test_it_fits_whenever_any_segments_do_and_is_as_fast_as_the_best_of_them(part, monkeypatch):
+    """Of the ways that are tried here none fits in one segment, so that nothing is chosen ahead of
+    those in several."""
+    monkeypatch.setattr(PlanQuestion, "ways_out", lambda self, batch: "")  # takes long
+    limit, seconds = part_of_all(part), []
+    for ways in itertools.product(WAYS, repeat=2):
+        modes, numbers = zip(*ways, strict=True)
+        with suppress(fxpipe.DoesNotFit):
+            given = 1 if is_never(modes) else numbers
+            seconds.append(even(limit, modes, checkpoint_segments=given).seconds)
+            assert max(numbers) > 1
+    if not seconds:
+        with pytest.raises(fxpipe.DoesNotFit):
+            even(limit)
+        return
+    found = even(limit)
+    assert found.fits and found.checkpoint_segments != 1
+    assert found.seconds <= min(seconds) * (1 + 1e-9)
+
+
+def test_segments_of_given_modes_are_chosen_where_they_are_asked_for():
+    always = even(None, "always", partition=even(None).partition)
+    limit = 0.95 * max(always.memory)
+    given = {"checkpoint": "always", "partition": always.partition}
+    assert not even(limit, **given).fits
+    found = even(limit, **given, checkpoint_segments="auto")
+    assert found.fits
+    assert found.checkpoint == "always" and found.partition == always.partition
+    assert found.checkpoint_segments == (2, 1), "1F1B has more under way at the first stage"
+    free = even(None, **given, checkpoint_segments="auto")
+    assert free.checkpoint_segments == 1 and free.seconds == always.seconds
+
+
+def test_numbers_that_are_given_are_not_changed_and_are_for_the_stages_that_are_recomputed():
+    limit = part_of_all(0.6)
+    found = even(limit, checkpoint_segments=2)
+    assert found.checkpoint == ("always", "never") and found.checkpoint_segments == 2
+    assert "checkpoint: always in 2 segments, never" in str(found)
+    other = even(limit, checkpoint_segments=[1, 2])
+    assert other.checkpoint == "always" and other.checkpoint_segments == (1, 2)
+    assert other.seconds > found.seconds
+
+
+def test_a_stage_of_one_node_has_one_segment():
+    model, x = on_meta(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(64, 8))
+    cut = {"0": 0, "1": 1}
+    options = {"chunks": 2, "checkpoint": "always", "partition": cut}
+    found = fxpipe.plan(
+        model,
+        [FREE_LINKS.with_memory(1)] * 2,
+        example_inputs=x,
+        **options,
+        checkpoint_segments="auto",
+    )
+    assert not found.fits and found.checkpoint_segments == 1
+
+
+def test_a_stage_has_one_segment_if_the_schedule_says_when_it_is_recomputed():
+    own = Schedule.from_text(
+        "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0F3 0R2 0B2 0R3 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
+    )
+    named = even(None, "always", partition=even(None).partition)
+    limit = 0.95 * max(named.memory)
+    options = {"partition": named.partition, "chunks": None, "checkpoint_segments": "auto"}
+    assert not even(limit, "always", own, **options).fits
+    late = Schedule.from_text(re.sub(r" 0R\d", "", own.text()))
+    assert even(limit, "always", late, **options).fits
+
+
+def test_what_the_advice_tries_are_not_the_modes_and_segments_that_have_been_tried():
+    with pytest.raises(fxpipe.DoesNotFit) as error:
+        even(part_of_all(0.4))
+    assert "it would fit with" in str(error.value) and "checkpoint" not in str(error.value)

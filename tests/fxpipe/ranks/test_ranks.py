@@ -148,7 +148,7 @@ class Drawing(nn.Module):
 
 CHECKPOINTS = [
     {"checkpoint": "always", "schedule": "1f1b", "chunks": 3},
-    {"checkpoint": "except_last", "checkpoint_segments": 2, "schedule": "zb_h1", "chunks": 3},
+    {"checkpoint": "except_last", "checkpoint_segments": [1, 2], "schedule": "zb_h1", "chunks": 3},
     {"deferred_batch_norm": True, "chunks": 3, "schedule": "1f1b"},
 ]
 

@@ -182,6 +182,30 @@ def test_the_loss_is_freed_ahead_of_the_recomputation():
         assert peaks(Schedule.from_text(text), memory).lanes == (110,)
 
 
+@pytest.mark.parametrize(
+    "text, most",
+    [
+        ("0F0 0F1 0B0 0B1", 10 + 10 + 35),
+        ("0F0 0F1 0I0 0W0 0I1 0W1", 10 + 10 + 95),
+        ("0F0 0F1 0I0 0I1 0W0 0W1", 10 + 10 + 95 + 95),
+    ],
+)
+def test_of_segments_the_activations_of_one_are_there_unless_gradients_of_weights_are_put_off(
+    text, most
+):
+    memory = Memory([100], checkpointed=2, inputs=10, kept_inputs=5, recomputed=[40])
+    schedule = Schedule.from_text(text)
+    assert peaks(schedule, memory).lanes == (most,)
+    timeline = simulate(schedule, [again()], memory=memory)
+    assert timeline.peak_memory == (most,) and timeline.memory[0][-1][1] == 0
+
+
+def test_a_micro_batch_that_is_not_checkpointed_goes_through_segments_as_if_they_were_one():
+    memory = Memory([100], checkpointed=1, inputs=10, recomputed=[40])
+    assert peaks(Schedule.from_text("0F0 0F1 0B1 0B0"), memory).lanes == (10 + 100,)
+    assert peaks(Schedule.from_text("0F0 0F1 0B0 0B1"), memory).lanes == (10 + 40 + 100,)
+
+
 # ----------------------------------------------------------------------------------- the search
 
 

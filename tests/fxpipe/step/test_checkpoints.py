@@ -15,6 +15,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
 from fxpipe.schedule import Action, Kind, Memory, Schedule, StageCost, auto, joined, named
 from fxpipe.schedule.recomputation import recomputed_cells, without_needless
+from passes.common.segments import counts
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
@@ -126,7 +127,7 @@ def test_a_smaller_batch_is_recomputed_as_far_as_its_mode_says():
             assert {(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes} == again
 
 
-@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3, [3, 2, 4, 1]])
 @pytest.mark.parametrize(
     ("schedule", "modes"),
     [
@@ -141,6 +142,7 @@ def test_stages_with_modes_of_their_own_change_nothing_and_only_they_run_again(
 ):
     make, inputs = MODELS["unet"]
     first, x, target = make(), inputs(6), torch.randn(6)
+    given = segments[: len(modes)] if isinstance(segments, list) else segments
     results = []
     for mode in ("never", modes):
         model = copy.deepcopy(first)
@@ -150,7 +152,7 @@ def test_stages_with_modes_of_their_own_change_nothing_and_only_they_run_again(
             chunks=3,
             schedule=schedule,
             checkpoint=mode,
-            checkpoint_segments=1 if mode == "never" else segments,
+            checkpoint_segments=1 if mode == "never" else given,
             loss_fn=mean_loss,
         ) as pipe:
             loss = pipe.step(*x, target=target)
@@ -161,9 +163,13 @@ def test_stages_with_modes_of_their_own_change_nothing_and_only_they_run_again(
     count = {"never": 0, "except_last": 2, "always": 3}
     for graph, again in ((pipe.step_graph, ops.replay), (pipe.graph_module, ops.checkpoint)):
         nodes = graph.graph.find_nodes(op="call_function", target=again)
-        found = {(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes}
-        assert [sum(s == i for s, _ in found) for i in range(len(modes))] == [
+        found = [(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes]
+        assert [sum(s == i for s, _ in set(found)) for i in range(len(modes))] == [
             count[mode] for mode in modes
+        ]
+        parts = counts(given, modes, len(modes))
+        assert [found.count((i, 0)) for i in range(len(modes))] == [
+            0 if mode == "never" else part for mode, part in zip(modes, parts, strict=True)
         ]
 
 

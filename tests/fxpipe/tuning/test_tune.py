@@ -70,9 +70,31 @@ def test_segments_are_tried_where_a_stage_is_recomputed_and_shown_where_they_hel
     (whole,) = (t for t in found.trials if "checkpoint_segments" not in t.options)
     for trial in found.trials:
         assert trial is whole or max(trial.memory) < max(whole.memory)
-    assert "always, 2 segments" in str(found)
+    assert "always in 2 segments" in str(found)
     assert len(planned(checkpoint="never").trials) == 1
     assert len(planned(checkpoint="always", checkpoint_segments=[1]).trials) == 1
+
+
+def test_segments_may_be_those_of_each_stage_or_be_chosen(tmp_path):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16)))
+    model, x = on_meta(layers, torch.zeros(4096, 32))
+
+    def planned(device, **options):
+        own = {"schedules": ["1f1b"], "chunks": [4], "progress": False}
+        return fxpipe.tune(model, [device] * 2, x, **own, **options)
+
+    limit = 0.55 * max(planned(FREE_LINKS, checkpoint="never").best.memory)
+    tight = FREE_LINKS.with_memory(limit)
+    assert not any(t.fits for t in planned(tight, checkpoint_segments=[1]).trials)
+    given, chosen = (planned(tight, checkpoint_segments=[n]).best for n in ([1, 2], "auto"))
+    assert given.options["checkpoint_segments"] == [1, 2]
+    assert chosen.options == given.options and chosen.seconds == given.seconds
+    found = planned(tight, checkpoint_segments=["auto"])
+    assert "always, always in 2 segments" in str(found)
+    found.save(tmp_path / "tuning.json")
+    assert Tuning.load(tmp_path / "tuning.json").best == found.best
+    with pytest.raises(ValueError, match="checkpoint_segments is 0: give"):
+        planned(tight, checkpoint_segments=[0])
 
 
 def test_the_best_are_measured_and_make_a_pipeline(tmp_path):

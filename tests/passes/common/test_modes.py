@@ -61,5 +61,9 @@ def test_of_each_stage_so_many_micro_batches_are_alive_as_its_mode_says(order):
     apart = [alive(mode, 4, 2, order) for mode in ("always", "never")]
     both = alive(["always", "never"], 4, 2, order)
     assert both == tuple([apart[0][i][0], apart[1][i][1]] for i in range(2))
-    halved, _ = alive(["always", "never"], 4, 2, order, segments=2)
-    assert halved == [both[0][0] / 2, both[0][1]], "a stage that keeps all has no segments"
+    halved, inputs = alive(["always", "never"], 4, 2, order, segments=[2, 1])
+    assert halved == [both[0][0] / 2, both[0][1]], "each stage has segments of its own"
+    assert inputs == [both[1][0] * 2, both[1][1]], "each segment has inputs"
+    (kept, _), _ = alive(["except_last", "never"], 4, 2, order)
+    (parted, _), _ = alive(["except_last", "never"], 4, 2, order, segments=[4, 1])
+    assert (kept, parted) == (2, 1.25), "the last micro-batch is kept whole, none is recomputed so"

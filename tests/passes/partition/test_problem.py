@@ -93,7 +93,7 @@ def test_any_cut_that_keeps_the_order_gives_the_bits_of_the_loop(case, seed):
             chunks=case.chunks,
             partition=random_cut(case.stages, seed),
             checkpoint=case.checkpoint,
-            checkpoint_segments=case.segments,
+            checkpoint_segments=case.checkpoint_segments,
             example_inputs=(x,),
             tracer="symbolic",
         )

@@ -192,6 +192,45 @@ def test_checkpoint_modes_say_which_micro_batches(mode, expected):
         assert sorted(found) == [(i, j) for i in sorted(expected) for j in (0, 1)]
 
 
+def test_stages_have_segments_of_their_own_which_are_checkpointed_one_by_one():
+    options = dict(starts=["b"], chunks=1, checkpoint="always", checkpoint_segments=(1, 3))
+    assert_expected_inline(
+        of_cell("checkpoint", Chain(4), cell=(0, 0), **options),
+        """\
+copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')
+wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')
+x_s0_mb0 = wait_s0_mb0[0]
+stage_0_mb0_module = self.stage_0
+checkpoint_s0_mb0 = checkpoint(stage_0_mb0_module, x_s0_mb0)
+a_s0_mb0_1 = checkpoint_s0_mb0[0]
+handle_s0_mb0 = checkpoint_s0_mb0[1]
+wait_s0_mb0_1 = wait((a_s0_mb0_1,), 'cpu/compute', 'cpu/copy')
+recompute_s0_mb0 = recompute(wait_s0_mb0_1, handle_s0_mb0)
+a_s0_mb0 = recompute_s0_mb0[0]
+""",
+    )
+    assert_expected_inline(
+        of_cell("checkpoint", Chain(4), cell=(0, 1), **options),
+        """\
+copy_s1_mb0 = copy((a_s0_mb0,), 'cpu/copy', 'cpu/copy')
+wait_s1_mb0 = wait(copy_s1_mb0, 'cpu/copy', 'cpu/compute')
+a_s1_mb0 = wait_s1_mb0[0]
+segment_0_mb0_module = self.stage_1_segments.segment_0
+checkpoint_s1_mb0 = checkpoint(segment_0_mb0_module, a_s1_mb0)
+b_s1_mb0 = checkpoint_s1_mb0[0]
+segment_1_mb0_module = self.stage_1_segments.segment_1
+checkpoint_s1_mb0_1 = checkpoint(segment_1_mb0_module, b_s1_mb0)
+c_s1_mb0 = checkpoint_s1_mb0_1[0]
+segment_2_mb0_module = self.stage_1_segments.segment_2
+checkpoint_s1_mb0_2 = checkpoint(segment_2_mb0_module, c_s1_mb0)
+d_s1_mb0 = checkpoint_s1_mb0_2[0]
+handle_s1_mb0_2 = checkpoint_s1_mb0_2[1]
+recompute_s1_mb0 = recompute((d_s1_mb0,), handle_s1_mb0_2)
+d_s1_mb0_1 = recompute_s1_mb0[0]
+""",
+    )
+
+
 def test_recompute_comes_after_the_wait_and_so_before_it_in_the_backward():
     options = dict(starts=["b"], chunks=1, cell=(0, 0))
     assert_expected_inline(

@@ -48,7 +48,7 @@ def stepped(training: Training, rng: random.Random) -> tuple[fxpipe.Pipeline, li
             chunks=case.chunks,
             partition=lambda gm: cut_anywhere(gm, case.stages, rng),
             checkpoint=case.checkpoint,
-            checkpoint_segments=case.segments,
+            checkpoint_segments=case.checkpoint_segments,
             schedule=schedule,
             loss_fn=loss_fn,
             tracer="symbolic",

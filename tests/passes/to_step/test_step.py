@@ -124,6 +124,35 @@ optimize_s0_0_mb0 = optimize(optimizer, stage_0_segment_0_mb0_module_1, ())""",
     assert {node.meta[STAGE] for node in work} == {node.meta[ACTION].stage for node in work} == {0}
 
 
+def test_each_stage_has_segments_of_its_own():
+    modes = ["always", "always", "never"]
+    gm = step(Chain(5), ["b", "e"], "gpipe", checkpoint=modes, checkpoint_segments=(1, 3, 2))
+    parts = "forward(", "replay(", " backward("
+    lines = [
+        line.partition("  #")[0]
+        for line in format_graph(gm).splitlines()
+        if any(part in line for part in parts)
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+forward_s0_0_mb0 = forward(stage_0_segment_0_mb0_module, (x_s0_0_mb0,), (), True, True)
+forward_s1_0_mb0 = forward(stage_1_segment_0_mb0_module, (segment_0_s1_0_mb0,), (), True, True)
+forward_s1_1_mb0 = forward(stage_1_segment_1_mb0_module, (segment_1_s1_0_mb0,), (), True, True)
+forward_s1_2_mb0 = forward(stage_1_segment_2_mb0_module, (segment_2_s1_1_mb0,), (), True, True)
+forward_s2_0_mb0 = forward(stage_2_segment_0_mb0_module, (segment_3_s2_0_mb0,), (), True, False)
+backward_s2_0_mb0 = backward(tape_s2_0_mb0, (loss_backward_s2_0_mb0,))
+replay_s1_2_mb0 = replay(tape_s1_2_mb0)
+backward_s1_2_mb0 = backward(tape_s1_2_mb0, (grad_segment_3_s1_2_mb0,))
+replay_s1_1_mb0 = replay(tape_s1_1_mb0)
+backward_s1_1_mb0 = backward(tape_s1_1_mb0, (grad_segment_2_s1_2_mb0,))
+replay_s1_0_mb0 = replay(tape_s1_0_mb0)
+backward_s1_0_mb0 = backward(tape_s1_0_mb0, (grad_segment_1_s1_1_mb0,))
+replay_s0_0_mb0 = replay(tape_s0_0_mb0)
+backward_s0_0_mb0 = backward(tape_s0_0_mb0, (grad_segment_0_s0_0_mb0,))""",
+    )
+
+
 def test_a_skip_visits_its_users_and_its_gradient_comes_back_the_same_way():
     gm = step(Chain(3, {0: (1, 2)}), ["b", "c"])
     lines = [
@@ -201,3 +230,10 @@ def test_a_recomputation_that_there_cannot_be_is_refused(checkpoint, segments, m
     given = Schedule.from_text("0F0 0F1 0R1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
     with pytest.raises(StepError, match=message):
         step(Chain(2), ["b"], given, checkpoint=checkpoint, checkpoint_segments=segments)
+
+
+def test_a_stage_may_say_when_it_is_recomputed_though_another_one_has_segments():
+    given = Schedule.from_text("0F0 0F1 0R1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    gm = step(Chain(3), ["b"], given, checkpoint="always", checkpoint_segments=(1, 2))
+    work = [str(node.meta[ACTION]) for node in gm.graph.nodes if ACTION in node.meta]
+    assert [a for a in work if a[0] == "0"] == ["0F0", "0F1", "0R1", "0R0", "0B0", "0B1"]
