@@ -73,6 +73,12 @@ WAYS = (*CALLS, *NAMES)
 """How a model is run: by calls and their backwards, or by steps in the order of a schedule."""
 
 
+def _squares(output: Any, target: Any = None) -> Tensor:
+    """The mean of squares of an output, or the sum of those of several."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    return sum((each.float().square().mean() for each in outputs), torch.tensor(0.0))
+
+
 class Delays:
     """Lets a node wait, as a seed says; None: no node waits. Each rank has other delays."""
 
@@ -113,7 +119,7 @@ class Subject:
                 chunks=CHUNKS,
                 schedule=way if self.steps else "gpipe",
                 checkpoint=checkpoint if self.steps else way.rpartition(" ")[2],
-                loss_fn=lambda output, _: output.float().square().mean(),
+                loss_fn=_squares,
                 deferred_batch_norm=True,
             )
             start = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -125,7 +131,7 @@ class Subject:
         inputs = [tensor.clone() for tensor in self.inputs]
         if self.steps:
             return self.pipe.step(*inputs)
-        loss = self.pipe(*inputs).float().square().mean()
+        loss = _squares(self.pipe(*inputs))
         loss.backward()
         return loss.detach()
 
