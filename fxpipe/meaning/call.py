@@ -33,7 +33,7 @@ is not checked: tracing refuses it, with its own message."""
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownDims:
     """The batch dimensions that a check has found for a call.
 
     ``single`` are the shared inputs' dimensions of size 1, by the inputs' numbers. Where such a
@@ -45,21 +45,21 @@ class _Known:
     single: frozenset[tuple[int, int]]
 
     @staticmethod
-    def of(inputs: Sequence[Input], dims: Sequence[InDim]) -> _Known:
+    def of(inputs: Sequence[Input], dims: Sequence[InDim]) -> _KnownDims:
         single = (
             (i, dim)
             for i, (each, own) in enumerate(zip(inputs, dims, strict=True))
             for dim, size in enumerate(each.tensor.shape)
             if own is None and size == 1
         )
-        return _Known(dims, frozenset(single))
+        return _KnownDims(dims, frozenset(single))
 
     def is_like(self, inputs: Sequence[Input]) -> bool:
         """Whether the dimensions that have been of size 1 still are."""
         return all(inputs[i].tensor.shape[dim] == 1 for i, dim in self.single)
 
 
-_FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[_Known]]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[_KnownDims]]] = WeakKeyDictionary()
 """What earlier checks of a model have found, by the names of the tensors; the last one first."""
 
 
@@ -208,7 +208,7 @@ def _found(model: nn.Module, inputs: Sequence[Input]) -> Iterator[Sequence[InDim
 def _note(model: nn.Module, inputs: Sequence[Input], dims: Sequence[InDim]) -> None:
     """Note the batch dimensions that a check has found."""
     known = _FOUND.setdefault(model_of(model), {}).setdefault(_key(inputs), [])
-    own = _Known.of(inputs, dims)
+    own = _KnownDims.of(inputs, dims)
     known[:] = [own, *(each for each in known if each != own)]
 
 
