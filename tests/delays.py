@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
     "batch norm": (Normed, rows),
     "writing": (Writing, rows),
     "dropout": (Seeded, rows),
-    "hooks": (Net, rows),
+    "hooks": (lambda: Net(writes=False), rows),
 }
 CALLS = ("calls, checkpoint never", "calls, checkpoint always")
 WAYS = (*CALLS, *NAMES)

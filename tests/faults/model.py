@@ -48,10 +48,14 @@ fx.wrap("own")
 
 
 class Net(nn.Module):
-    """Four layers, for three stages that begin at "b" and "c"."""
+    """Four layers, for three stages that begin at "b" and "c".
 
-    def __init__(self) -> None:
+    ``writes``: whether it writes to its input, which ranks refuse.
+    """
+
+    def __init__(self, writes: bool = True) -> None:
         super().__init__()
+        self.writes = writes
         self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
         self.bn, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
         self.d.weight = self.a.weight
@@ -59,7 +63,7 @@ class Net(nn.Module):
         self.c.bias.register_post_accumulate_grad_hook(_gradient_hook)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        h = self.a(x.mul_(0.5))
+        h = self.a(x.mul_(0.5) if self.writes else x * 0.5)
         y = own(self.drop(self.bn(self.b(torch.tanh(h)))))
         z = self.d(torch.tanh(self.c(y)) + h)
         return z, y, z
