@@ -22,7 +22,6 @@ from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
-from fxpipe.meaning.loss import ROWS
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
@@ -246,7 +245,7 @@ class _LossOfTarget:
             return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
 
         if is_another_each_time(loss, trial, self.dims):
-            return "" if self.asked.loss_weight in (ROWS, SUM) else messages.another_each_time()
+            return messages.another_each_time() if self.asked.loss_weight is None else ""
         by = self._remedy(verdict)
         return messages.across(
             problem,

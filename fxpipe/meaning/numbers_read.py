@@ -323,11 +323,12 @@ def numbers_in(values: Sequence[Any]) -> list[float | None]:
 def _number(value: Any) -> float | None:
     """The number that a value is, or one that stands for a text or for what a function does: others
     have another order of magnitude."""
-    code = value.__code__.co_code if isinstance(value, types.FunctionType) else None
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        read = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
+        value = f"{code.co_code!r} {code.co_names} {read}"
     if isinstance(value, str):
-        code = value.encode()
-    if code is not None:
-        return math.ldexp(1.0, zlib.crc32(code) % _KINDS)
+        return math.ldexp(1.0, zlib.crc32(value.encode()) % _KINDS)
     try:
         return float(value) if is_number(value) else None
     except OverflowError:  # an integer that is too large

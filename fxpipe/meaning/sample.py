@@ -226,15 +226,19 @@ def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> 
 
 def picked(tensors: Sequence[Any], dims: Sequence[int | None], rows: Sequence[int]) -> list[Any]:
     """The rows of each tensor with these numbers, of which some may be one row, in their order; a
-    tensor without a batch dimension as a whole. All are copies, as those of :func:`part`."""
+    tensor without a batch dimension as a whole. All are copies, as those of :func:`part`. Where a
+    tensor has fewer rows than others, as a target of a smaller mini-batch than the example of the
+    inputs, they are counted from its first row again."""
     found: list[Any] = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
-            found.append(Column([tensor.tensors[row] for row in rows]).clone())
+            own = tensor.tensors
+            found.append(Column([own[row % len(own)] for row in rows]).clone())
         elif dim is None:
             found.append(tensor.clone())
         else:
-            found.append(tensor.index_select(dim, torch.tensor(rows, device=tensor.device)))
+            index = torch.tensor(rows, device=tensor.device) % tensor.shape[dim]
+            found.append(tensor.index_select(dim, index))
     return found
 
 

@@ -239,8 +239,9 @@ class PlannedLanes:
     def _recomputed(self) -> set[int]:
         """The stages of which the user's schedule says when they are recomputed."""
         given = self.schedule
-        lanes = range(len(given.lanes)) if isinstance(given, Schedule) else ()
-        actions = (action for lane in lanes for action in given.actions(lane))  # type: ignore[union-attr]
+        if not isinstance(given, Schedule):
+            return set()
+        actions = (action for lane in range(len(given.lanes)) for action in given.actions(lane))
         return {stage for stage, _ in recomputed_cells(actions)}
 
     def chosen(self, cut: CutModel) -> list[tuple[str, int]]:

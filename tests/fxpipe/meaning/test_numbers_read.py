@@ -230,6 +230,14 @@ def of_another_function():
     )
 
 
+def of_a_function_with_another_number():
+    own = Named()
+    return (
+        lambda o, x: loss_of(o, x, own.more(o)),
+        lambda v: setattr(own, "more", (lambda o: 0.5) if v else (lambda o: 0.0)),
+    )
+
+
 KINDS = [each for name, each in list(globals().items()) if name.startswith("of_")]
 
 

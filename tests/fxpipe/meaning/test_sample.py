@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, OF_LABELS, WHOLE, count_of_rows, sampled
+from fxpipe.meaning.sample import (
+    GIVEN,
+    LEVELS,
+    MIXED,
+    OF_LABELS,
+    WHOLE,
+    count_of_rows,
+    picked,
+    sampled,
+    spread,
+)
 
 
 def missing_in(*rows, batch=64, width=4):
@@ -64,6 +74,12 @@ def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
     labels[3] = 1
     (found,) = sampled([labels], [0], 4, MIXED, OF_LABELS)
     assert found[0] != found[-1]
+
+
+def test_a_target_of_fewer_rows_than_the_example_of_the_inputs_is_counted_from_its_start_again():
+    inputs, target = torch.arange(8), torch.arange(6)
+    assert [each.tolist() for each in picked([inputs, target], [0, 0], [7, 1])] == [[7, 1], [1, 1]]
+    assert [len(each) for each in spread([inputs, target], [0, 0], 8)] == [8, 8]
 
 
 def test_each_of_two_counts_has_rows_that_differ_by_it():
