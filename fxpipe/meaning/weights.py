@@ -171,8 +171,13 @@ def _farthest(
     trials: Sequence[Trial], path: str, weigh: Weigh, dims: Sequence[int | None]
 ) -> float | None:
     """How far the weighted losses of the parts are from those of the whole samples at most; None if
-    this is more than rounding errors in any sample, or if the weights are zero in all."""
+    this is more than rounding errors in any sample, or if the weights are zero in all; or in one
+    that has a loss all the same, so that the loss is no mean by these weights."""
     compared = [_apart(trial, path, weigh, dims) for trial in trials]
+    for trial, found in zip(trials, compared, strict=True):
+        whole = trial.whole[path]
+        if found is None and bool(whole.isfinite()) and bool(whole):
+            return None
     apart = [each[0] for each in compared if each is not None]
     return None if not apart or any(apart) else max(each.largest for each in apart)
 

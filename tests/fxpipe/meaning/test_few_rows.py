@@ -67,6 +67,13 @@ def test_a_mean_over_few_rows_is_told_of_and_is_no_sum(loss_fn, count):
         assert any("loss_weight" in text for text in said), seed
 
 
+def test_a_weight_that_is_zero_where_there_is_a_loss_is_not_proposed():
+    """With a mask of ones, ``(mask <= 1).sum()`` is right for this batch, and for no other."""
+    x, (y, _) = batch(4, 0)
+    (text,) = stepped(masked_mean, x, (y, torch.ones(ROWS)))[2]
+    assert "loss_weight=lambda target: target[1].sum()" in text
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 15])
 @pytest.mark.parametrize("loss_fn", [masked_mean, mean_of_chosen])
 def test_the_weight_of_such_a_mean_is_taken(loss_fn, count):
