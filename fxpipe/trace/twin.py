@@ -69,24 +69,25 @@ class Twin:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._alive = _CopiedObjects()
+        copies = _CopiedObjects()
         for tensor, other in _tensors(modules):
-            self._alive.add(tensor, other)
+            copies.add(tensor, other)
         bare = [(module, _bare(module)) for module in modules]
         for old, new in bare:
-            self._alive.add(old, new)
+            copies.add(old, new)
         attributes: list[Any] = [vars(module) for module in modules]
-        self._alive.mark(attributes, containers=True)
+        copies.mark(attributes, containers=True)
         for old, new in bare:
-            self._alive.fill(new, old)
-        self.model: nn.Module = self._alive.of(model)
+            copies.fill(new, old)
+        self.model: nn.Module = copies.of(model)
         if self.model is not model:
             _MODELS[self.model] = model
         if model in RECORDING:
             RECORDING[self.model] = RECORDING[model]
         STATEFUL.update(new for old, new in bare if old in STATEFUL)
         self._pairs = bare
-        self._back = self._alive.reversed()
+        # Only this way round is kept: a model has tens of thousands of dicts for hooks.
+        self._back = copies.reversed()
 
     def restore(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Put the model's modules and tensors in place of the twin's into a graph module; return
