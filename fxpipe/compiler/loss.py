@@ -251,6 +251,7 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
         raise ValueError(
             f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
             f"{batch} rows: its first dimension must be as large; or give a list with one element "
-            "for each row"
+            "for each row. What all rows share is the loss function's: an attribute, or an "
+            "argument by functools.partial(loss_fn, weight=weight)"
         )
     return True

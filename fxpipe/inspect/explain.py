@@ -26,11 +26,13 @@ from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.suggestions import Suggesting, Suggestion
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.errors import AnotherStrategy
-from fxpipe.ir.graph import GAP
+from fxpipe.ir.graph import COST, GAP
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.meaning.messages import split
 from fxpipe.meaning.said import INFER, named_inputs
+from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import Timeline
@@ -47,6 +49,7 @@ _LOSSES: dict[Dim, str] = {
     WEIGHTED: "The losses of micro-batches are averaged with the weights that loss_weight gives.",
 }
 SHOWN = 5  # the most pieces that are kept whole, and inputs that are shared, that are named
+REPEATED = 0.05  # what is computed for each micro-batch anew is said if it is more of the time
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,14 @@ class Explaining:
         """What is predicted, and made faster: a training step, or a call without one."""
         return "step" if self.options.training else "call"
 
+    def _repeated(self, dims: Sequence[Dim]) -> float:
+        """The part of the model's time that is for what depends on shared inputs alone."""
+        seconds = {True: 0.0, False: 0.0}
+        for node, behind in inputs_behind(self.mode.model_graph.graph, len(dims)):
+            is_repeated = bool(behind) and all(dims[place] is None for place in behind)
+            seconds[is_repeated] += node.meta.get(COST, Cost()).seconds
+        return seconds[True] / (sum(seconds.values()) or 1.0)
+
     def _batch(self) -> list[str]:
         """Where the batch is, and how that is known."""
         mode, options = self.mode, self.options
@@ -174,6 +185,13 @@ class Explaining:
         if shared:
             more = f" and {len(shared) - SHOWN} more" * (len(shared) > SHOWN)
             sentences.append(f"All of them share {', '.join(shared[:SHOWN])}{more}.")
+            again = self._repeated(sample.dims)
+            if again > REPEATED:
+                sentences.append(
+                    f"What depends on {'that' if len(shared) == 1 else 'those'} alone takes "
+                    f"{again:.0%} of the model's time, and is computed for each micro-batch anew: "
+                    "fewer chunks repeat it less often, or compute it outside of the model."
+                )
         cut = [each for each, dim in zip(inputs, sample.dims, strict=True) if dim is not None]
         if all(each.said is not INFER for each in cut):
             sentences.append("That is so because in_dims says it.")

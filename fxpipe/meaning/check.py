@@ -670,6 +670,17 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         found: Reading = reading(whole, parts, trial.sizes)
     except ValueError as error:
         (differing,) = error.args
+        longest = [d for d in differing if max(p.shape[d] for p in parts) == whole.shape[d]]
+        if len(longest) == len(differing) - 1 > 0:
+            each = " and ".join(str(part.shape[longest[0]]) for part in parts)
+            return Problem(
+                path,
+                f"dimension {longest[0]} of {path}, {shape} for {rows} rows, depends on which rows "
+                f"there are: it has size {each} for {sizes} of them, and micro-batches of "
+                "different sizes cannot be joined",
+                remedy="give it one size for all rows, as total_length=x.shape[1] does in "
+                "torch.nn.utils.rnn.pad_packed_sequence; or give chunks=1",
+            )
         if len(differing) > 1:
             return Problem(
                 path,

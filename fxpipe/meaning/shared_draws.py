@@ -15,7 +15,7 @@ the user expects one mask for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
@@ -37,16 +37,26 @@ def draws_for_shared(
     Returns:
         By the place of an input, the first such node that depends on it.
     """
-    inputs = graph.find_nodes(op="placeholder")[: len(dims)]  # a seed may come after them
-    sources = {node.name: {place} for place, node in enumerate(inputs)}
     found: dict[int, fx.Node] = {}
+    for node, behind in inputs_behind(graph, len(dims)):
+        if RANDOM in node.meta and all(dims[place] is None for place in behind):
+            for place in behind.intersection(shared):
+                found.setdefault(place, node)
+    return found
+
+
+def inputs_behind(graph: fx.Graph, count: int) -> Iterator[tuple[fx.Node, set[int]]]:
+    """Each node of a model graph after pass "alias", with the places of the inputs that it depends
+    on, by what it takes and by what has been written to that.
+
+    ``count`` is the number of inputs, which are the first placeholders; a seed may come after them.
+    """
+    inputs = graph.find_nodes(op="placeholder")[:count]
+    sources = {node.name: {place} for place, node in enumerate(inputs)}
     for node in graph.nodes:
         own = sources.setdefault(node.name, set())
         own.update(*(sources[each.name] for each in node.all_input_nodes))
         for written in node.meta.get(WRITES, ()):
             if written in sources:  # else a later pass has put another node in its place
                 sources[written] |= own
-        if RANDOM in node.meta and all(dims[place] is None for place in own):
-            for place in own.intersection(shared):
-                found.setdefault(place, node)
-    return found
+        yield node, own

@@ -47,7 +47,7 @@ from torch.nn.parameter import is_lazy
 from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
-from fxpipe.trace import checks, export, recorders, state, symbolic
+from fxpipe.trace import checks, export, outside, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
@@ -290,6 +290,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
     if written:
         name, where = next(iter(written.items()))
         reasons.append(f"It writes to its parameters: {name}, by {where}")
+    if references:
+        reasons += outside.reasons(example)
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
         + "\n".join(f"  {reason}" for reason in reasons)

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
 from fxpipe.ir._torch import FakeTensor, at_most_guards, lost_tensors_as_constants
+from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import is_watched
 from fxpipe.ir.log import warn
 from fxpipe.ir.source import model_frame
@@ -407,12 +408,27 @@ def _on_the_model(
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            copies[node].meta |= _of_autocast(node)
     once.copied(graph, attributes)
     enclose_vmaps(graph, attributes)
     # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls, attributes)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _of_autocast(node: fx.Node) -> dict[str, Any]:
+    """Why a part of the model that runs under autocast is one node, and the line of the first of
+    the nodes within it, for messages."""
+    parts = [each for each in node.args if isinstance(each, fx.Node) and each.op == "get_attr"]
+    part = operator.attrgetter(str(parts[0].target))(node.graph.owning_module)
+    lines = (within.meta.get("stack_trace") for within in part.graph.nodes)
+    why = (
+        "the model runs it under a torch.autocast of its own",
+        "leave torch.autocast out of the forward, and call the pipeline under it",
+    )
+    return {WHOLE: why, "stack_trace": next(filter(None, lines), None)}
 
 
 def _given_tensors(program: torch.export.ExportedProgram) -> dict[str, str]:

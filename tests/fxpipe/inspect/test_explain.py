@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -169,6 +170,22 @@ def test_inputs_that_all_micro_batches_share_are_named():
 
     example = torch.randn(8, 5), torch.randn(5, 3)
     assert "All of them share table." in said(explained(Scaled(), example), "Where the batch is")
+
+
+def test_what_is_computed_for_each_micro_batch_anew_is_said_with_its_part_of_the_time():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, image, text):
+            return self.text(text) @ self.image(image).T
+
+    example = torch.randn(8, 6), torch.randn(8, 6)
+    found = said(explained(Towers(), example, chunks=2), "Where the batch is")
+    assert "All of them share image. What depends on that alone takes" in found
+    share = int(re.search(r"alone takes (\d+)% of the model's time", found)[1])
+    assert 25 < share < 50, "the towers are alike, and the matrix product is beside them"
 
 
 def test_lists_with_an_element_for_each_row_are_the_batch():

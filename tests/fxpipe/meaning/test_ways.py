@@ -75,12 +75,21 @@ class Recurrent(nn.Module):
 
 
 class Packed(Recurrent):
-    """Rows of several lengths, which have to be sorted."""
+    """Rows of several lengths, which have to be sorted unless the layer is told to do that. They
+    are padded to the length of the inputs, or to that of the longest row."""
+
+    def __init__(self, *arguments, to_the_longest=False, **options):
+        super().__init__(*arguments, **options)
+        self.to_the_longest = to_the_longest
 
     def forward(self, ids, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(self.a(ids), lengths, batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.a(ids), lengths, batch_first=True, enforce_sorted=not self.to_the_longest
+        )
         y, _ = nn.utils.rnn.pad_packed_sequence(
-            self.rnn(packed)[0], batch_first=True, total_length=ids.shape[1]
+            self.rnn(packed)[0],
+            batch_first=True,
+            total_length=None if self.to_the_longest else ids.shape[1],
         )
         return self.b(y)
 
@@ -267,6 +276,11 @@ CASES = {
         lambda: Packed(batch_first=True),
         lambda: (torch.randint(0, 11, (N, 5)), LONG),
         "no front end can trace",
+    ),
+    "rows padded to the longest one": (
+        lambda: Packed(batch_first=True, to_the_longest=True),
+        lambda: (torch.randint(0, 11, (N, 5)), torch.tensor([3, 5, 1, 4, 2, 2])),
+        "give it one size for all rows, as total_length=x.shape[1]",
     ),
     "a table as large as the batch": (
         lambda: Net(lambda h, by: h @ by.T),

@@ -75,6 +75,16 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False)
 
 
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x):
+        return self.layers(x).float()
+
+
 class Hooked(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(16, 16) for _ in range(20)))
@@ -106,6 +116,7 @@ def said(model, devices=TWO, chunks=2):
             "the model checkpoints it",
             "smaller parts",
         ),
+        (Mixed, "(test_pieces.py, line ", "under a torch.autocast of its own", "call the pipeline"),
         (Hooked, "'part' (Hooked, ", "a module with hooks is called as", "on its submodules"),
     ],
 )
