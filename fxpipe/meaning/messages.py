@@ -151,8 +151,8 @@ def wrong(
     if problem.remedy:
         remedy = f": {problem.remedy}"
     return (
-        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches"
-        f"{remedy}{advice}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f"{problem.text}{advice}. This is so with {split(inputs, dims)} cut into micro-batches"
+        f"{remedy}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
     )
 
 
@@ -222,13 +222,15 @@ def by_values(verdict: Verdict, read: DifferingValue) -> str:
         if problem.difference is None
         else ('. A difference that does no harm is accepted with check="warn"')
     )
+    remedy = problem.remedy or (
+        "compute it from the whole batch ahead of the call, and cut the inputs to that size there, "
+        "and not in the model, or give it to the model as an argument, an int; or give chunks=1"
+    )
     return (
         f"{problem.path} depends on a number that the model reads from the values of "
         f"{' and '.join(read.inputs)} (at {read.where}): for {rows} rows made from those of the "
         f"example it is {read.whole}, and {' and '.join(map(str, read.parts))} for {parts} of "
-        "them, so that micro-batches would compute something else. Compute it from the whole "
-        "batch ahead of the call: cut the inputs to that size there, and not in the model, or give "
-        "it to the model as an argument, an int; or give chunks=1" + accepted
+        f"them, so that micro-batches would compute something else: {remedy}" + accepted
     )
 
 

@@ -40,21 +40,24 @@ def differing_value(
     names: Sequence[str],
     whole: list[Tensor],
     parts: Sequence[list[Tensor]],
+    rows: Sequence[int],
 ) -> DifferingValue | None:
-    """The first value of inputs that the model reads once in a call, and that is another one for a
-    part of a sample than for the whole; None if there is none.
+    """The first value of inputs that the model reads in a line, where it reads no other one, and
+    that is another one for a part of a sample than for the whole; None if there is none.
 
     Args:
         run: runs the model with these tensors.
         names: the names of the tensors.
+        rows: how many rows the whole has, and each part. A value that is just that explains nothing.
     """
     (reads, *others) = [_reads(run, names, tensors) for tensors in (whole, *parts)]
     for where, (inputs, values) in reads.items():
-        found = [values, *(other[where][1] for other in others if where in other)]
+        found = [set(values), *(set(other[where][1]) for other in others if where in other)]
         if len(found) < len(parts) + 1 or any(len(each) > 1 for each in found):
             continue
-        if any(each != values for each in found):
-            return DifferingValue(where, inputs, values[0], tuple(v for (v,) in found[1:]))
+        (first, *theirs) = [value for each in found for value in each]
+        if any(each != first for each in theirs) and [first, *theirs] != list(rows):
+            return DifferingValue(where, inputs, first, tuple(theirs))
     return None
 
 

@@ -44,12 +44,17 @@ class ByItem(Padded):
         return x[:, :longest]
 
 
+class TwiceInALine(Padded):
+    def cut(self, x, lengths):
+        return x[:, : min(lengths.max().item(), lengths.max().item() + 1)]
+
+
 class Pooled(BySlice):
     def forward(self, ids, lengths):
         return super().forward(ids, lengths).mean(1)
 
 
-@pytest.mark.parametrize("kind", [BySlice, ByItem, Pooled])
+@pytest.mark.parametrize("kind", [BySlice, ByItem, TwiceInALine, Pooled])
 def test_a_size_that_goes_by_values_is_told_with_the_input_the_line_and_the_values(kind):
     with pytest.raises(fxpipe.BatchError) as error:
         fxpipe.compile(kind(), TWO, chunks=4)(IDS, LENGTHS)
