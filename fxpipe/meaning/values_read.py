@@ -48,7 +48,7 @@ def differing_value(
     Args:
         run: runs the model with these tensors.
         names: the names of the tensors.
-        rows: how many rows the whole has, and each part. A value that is just that explains nothing.
+        rows: how many rows the whole has, and each part. A value that is just that tells nothing.
     """
     (reads, *others) = [_reads(run, names, tensors) for tensors in (whole, *parts)]
     for where, (inputs, values) in reads.items():
