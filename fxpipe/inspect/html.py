@@ -173,7 +173,7 @@ def table_html(
 
     Args:
         words: the column that has text of any length, whose lines may be broken: behind the dots
-            of a path, and elsewhere only where a part of the path is longer than the line.
+            of a long path, and elsewhere only where a part of it is longer than the line.
         about: what each row is about, such as "stage-1".
     """
 
@@ -191,7 +191,7 @@ def table_html(
                 "td",
                 column,
                 f' data-column="{column}" data-value="{html.escape(str(value))}"',
-                html.escape(text).replace(".", ".<wbr>" if column == words else "."),
+                _breakable(html.escape(text)) if column == words else html.escape(text),
             )
             for column, (value, text) in zip(columns, row, strict=True)
         )
@@ -201,6 +201,14 @@ def table_html(
     return f'<div class="table">{table}</div>'
 
 
+def _breakable(text: str) -> str:
+    """Text in HTML of which long words may be broken behind their dots."""
+    words = (w.replace(".", ".<wbr>") if len(w) > LONG else w for w in text.split(" "))
+    return " ".join(words)
+
+
+LONG = 24
+"""The letters of a word above which it may be broken."""
 LEAST = 0.7
 """The scale below which letters of a drawing cannot be read: a narrow screen shows a part of it."""
 

@@ -194,10 +194,18 @@ def type_text(value: Any) -> str:
     )
 
 
+def _numbers_text(value: Any) -> str:
+    """``number`` for a length, ``3 numbers`` for a shape; "" for what is none."""
+    parts = pytree.tree_leaves(value)
+    if not all(isinstance(each, int | float | torch.SymInt | torch.SymFloat) for each in parts):
+        return ""
+    return f"{len(parts)} numbers" if len(parts) > 1 else "number" * len(parts)
+
+
 def value_text(node: fx.Node) -> str:
     """The name of a value, what it is, and its size."""
     value = node.meta.get(VALUE)
-    lines = [origin(node), type_text(value)]
+    lines = [origin(node), type_text(value) or _numbers_text(value)]
     if size := tensor_bytes(value):
         lines.append(human_bytes(size))
     return lines_text(lines)

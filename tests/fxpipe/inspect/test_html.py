@@ -31,8 +31,9 @@ def test_each_cell_of_a_narrow_screen_says_its_column_and_a_row_what_it_is_about
 
 
 def test_the_line_of_a_long_path_is_broken_behind_its_dots():
-    page = table_html(["has"], [[("a.b.0", "a.b.0")]], words="has")
-    assert ">a.<wbr>b.<wbr>0</td>" in page
+    path = "encoder.layer.0.attention.output"
+    page = table_html(["has"], [[(path, f"{path}, down.2")]], words="has")
+    assert ">encoder.<wbr>layer.<wbr>0.<wbr>attention.<wbr>output, down.2</td>" in page
 
 
 def test_a_drawing_becomes_smaller_only_as_long_as_it_can_be_read():

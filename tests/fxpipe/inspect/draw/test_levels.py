@@ -202,6 +202,23 @@ def test_what_goes_between_stages_is_labelled_with_name_type_and_size():
     assert lines["x", "stage 0"]["style"] == "dotted"
 
 
+def test_a_shape_that_a_later_stage_uses_is_said_to_be_numbers():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            length = x.shape[1]
+            return self.b(torch.tanh(self.a(x))) + torch.arange(length)[:, None]
+
+    pipe = fxpipe.compile(
+        Positions(), ["cpu"] * 2, chunks=2, partition=["b"], example_inputs=(torch.randn(4, 5, 3),)
+    )
+    source = pipe.draw("stage").source.replace(ROOM, "")
+    assert r"  getattr_1\l  3 numbers\l" in source, "its shape: the length is taken of it there"
+
+
 def test_a_long_skip_goes_straight_to_its_stage_and_stands_out():
     lines = edges(draw_stages(long_skip().stage_graph, FOUR, [Cost()] * 4).source)
     skip = lines["stage 0", "stage 3"]
