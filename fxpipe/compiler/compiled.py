@@ -17,6 +17,7 @@ from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.ir.structure import Structure
+from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
@@ -101,6 +102,8 @@ class Mode:
     call."""
     loss_numbers: NumberWatch | None = None
     """The same for numbers that the loss function reads."""
+    batches: Batches = field(default_factory=Batches)
+    """Says which mini-batches the meaning of a loss is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
     loss_dims: dict[Any, Dim] = field(default_factory=dict)

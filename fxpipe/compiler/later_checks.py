@@ -3,13 +3,16 @@
 ::
 
     call, step ──┬── labels    that a loss leaves out, in unequal shares for the micro-batches
-                 └── numbers   that a model or a loss reads, others than those it was checked with
+                 ├── numbers   that a model or a loss reads, others than those it was checked with
+                 └── count     of the mini-batches of a loss: the 2nd, 8th, 32nd, ...
                         │
                   check once more, with this mini-batch ── warning
 
 What micro-batches mean is checked with the first mini-batch of each kind of call. Some of it
 follows from what a later mini-batch has, or from a number that training code changes. Whether these
 are others is looked at in each call, which costs little; the check itself runs once more only then.
+There are more ways to leave a label out than can be looked for (a table that is indexed by labels,
+the number of boxes in a list), so a loss is also checked with mini-batches at growing distances.
 """
 
 from __future__ import annotations
@@ -110,7 +113,9 @@ class LaterChecks(Staging):
             return
         if mode.left_out.meets(labels, sizes, wait=is_checked):
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), asked))
+            self._tell_of_labels(
+                mode, lambda: mode.batches.note(self._loss_dim(mode, readings, len(sizes), asked))
+            )
 
     def _notice_labels_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,7 +134,7 @@ class LaterChecks(Staging):
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(lambda: self._check_again(args, kwargs, asked))
+            self._tell_of_labels(mode, lambda: self._check_again(mode, args, kwargs, asked))
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
         """By what a model that returns its loss may tell which labels count: for inputs that are
@@ -149,31 +154,40 @@ class LaterChecks(Staging):
         whose rows differ by these ``counts``."""
         return replace(self._asked, check="warn", counts=counts)
 
-    def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Meaning:
+    def _check_again(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+    ) -> Meaning:
         """Check the model with another mini-batch of a kind of call that has been compiled."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
             with self._where_it_runs(model, Structure.of((some, named))[0]):
-                return meaning_of(model, some, named, asked)
+                return mode.batches.note(
+                    meaning_of(model, some, named, asked, compiled=mode.in_dims)
+                )
 
-    def _tell_of_labels(self, check: Callable[[], object]) -> None:
+    def _tell_of_labels(self, mode: Mode, check: Callable[[], object]) -> None:
         """Warn of labels that the loss leaves out, by a check with the mini-batch that has them."""
-        _checked_once_more(check)
+        _checked_once_more(mode, check)
 
     def _notice_numbers_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Notice numbers that the model reads, once they are others than those it was checked
-        with."""
+        with; and a mini-batch of a model that returns its loss that is to be checked in any
+        case."""
         if not self.options.check:
             return
+        returns_loss = self.options.loss_fn is None and bool(mode.labels)
+        rows = mode.batch_of(values) if returns_loss else None
+        sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
+        is_due = self._is_due(mode, len(sizes) > 1)
         if mode.numbers is None:  # this is the call for which it has been compiled
             is_cut = [dim is not None for dim in mode.in_dims]
             mode.numbers = ModelNumbers(self.model, values, is_cut)
-        elif mode.numbers.watch.is_new(mode.numbers.read(values)):
-            self._tell_of_numbers(lambda: self._tell_of_outputs(mode, args, kwargs))
+        elif mode.numbers.watch.is_new(mode.numbers.read(values)) or is_due:
+            self._tell_of_numbers(mode, lambda: self._tell_of_outputs(mode, args, kwargs))
 
     def _notice_numbers(self, mode: Mode, target: Target, chunks: int) -> bool:
         """Whether numbers that the loss function reads, by itself or from a target, are others than
@@ -191,10 +205,18 @@ class LaterChecks(Staging):
             mode.loss_numbers = NumberWatch(numbers)
         return mode.loss_numbers.is_new(numbers)
 
+    def _is_due(self, mode: Mode, is_loss: bool) -> bool:
+        """Whether a mini-batch is to be checked whatever it has. ``is_loss``: whether what it gives
+        is a loss, of several micro-batches. Where the user has said how it is put together, it is
+        not checked."""
+        options = self.options
+        is_said = options.loss_weight is not None and not callable(options.loss_weight)
+        return is_loss and bool(options.check) and not is_said and mode.batches.are_due()
+
     def _tell_of_outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model again, and warn of an output that is no mean any more but a sum, or no
         sum but a mean."""
-        for path, dim in self._check_again(args, kwargs, self._asked_again()).outputs.items():
+        for path, dim in self._check_again(mode, args, kwargs, self._asked_again()).outputs.items():
             before = mode.outputs_checked.get(path, dim)
             if dim != before and SUM in (dim, before):
                 warn(messages.put_together_anew(path, before == SUM), BatchWarning)
@@ -203,23 +225,24 @@ class LaterChecks(Staging):
         """The same for the loss function, with the target of a mini-batch."""
 
         def check() -> None:
-            found = self._loss_dim(mode, readings, key[0], self._asked_again())
+            found = mode.batches.note(self._loss_dim(mode, readings, key[0], self._asked_again()))
             before = mode.loss_dims[key]
             if found.is_clear and found.dim != before:
                 warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
 
-        self._tell_of_numbers(check)
+        self._tell_of_numbers(mode, check)
 
-    def _tell_of_numbers(self, check: Callable[[], object]) -> None:
+    def _tell_of_numbers(self, mode: Mode, check: Callable[[], object]) -> None:
         """Warn, by a check, if changed numbers have changed what micro-batches mean."""
         if not self.is_on_meta():
-            _checked_once_more(check)
+            _checked_once_more(mode, check)
 
 
-def _checked_once_more(check: Callable[[], object]) -> None:
+def _checked_once_more(mode: Mode, check: Callable[[], object]) -> None:
     try:
         check()
     except Exception as error:
+        mode.batches.check_the_next()
         error.add_note(
             "in fxpipe: while it was checked once more what micro-batches mean, as numbers or "
             "labels have changed that this depends on; with check=False nothing is checked"

@@ -123,7 +123,8 @@ class Runner:
                 error.add_note("the target is given by its name: step(x, target=y)")
             raise
         refuse_no_loss(mode, self.options, type(self.compiler.model).__name__)
-        readings = Target.readings(target, mode.batch_of(values), mode.rows is not None)
+        rows = None if chunks == 1 else mode.batch_of(values)  # one micro-batch: nothing is cut
+        readings = Target.readings(target, rows, mode.rows is not None)
         self._step, wanted = self.compiler.step(mode, chunks, readings)
         self._last = self._trained = mode, chunks
         values += wanted.leaves

@@ -51,6 +51,8 @@ class Meaning:
     among others."""
     graph: Compared | None = None
     """The model's graph, if the check has been made with it."""
+    is_told: bool = False
+    """Whether the user has been warned that a number, such as a loss, depends on all rows."""
 
 
 @dataclass

@@ -154,7 +154,9 @@ class Asking:
         dims, verdict = verdicts[0]
         if verdict.trial is not None and not verdict.is_wrong:
             self.tell(dims, verdict)
-            return self.meaning(dims, verdict, ways)
+            meaning = self.meaning(dims, verdict, ways)
+            meaning.is_told = bool(verdict.problems)
+            return meaning
         return self._none(verdicts, ways)
 
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:

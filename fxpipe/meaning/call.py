@@ -97,12 +97,15 @@ def meaning_of(
     kwargs: dict[str, Any],
     asked: Asked,
     trace: Trace | None = None,
+    compiled: Sequence[InDim] = (),
 ) -> Meaning:
     """How a call is cut into micro-batches whose outputs, put together, are the model's outputs.
 
     Args:
         trace: traces the model. With it, a graph of the model may take the model's place on parts
             of samples; it then has been compared with the model, too.
+        compiled: the batch dimensions by which the call has been compiled already. No others are
+            tried then.
 
     Raises:
         BatchError: if there is no such way, or what the user has said does not fit.
@@ -131,6 +134,8 @@ def meaning_of(
     if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
         return Meaning(ways[0])
     asking = Asking(model, args, kwargs, inputs, asked, on_the_inputs=itself)
+    if compiled and listed is None:
+        ways = [[dim if isinstance(dim, int) else None for dim in compiled]]
     if listed is not None:
         asking.otherwise = partial(_in_lists, itself, listed, asked, False)
     found = None if trace is None or not asked.check else asking.by_graph(ways, trace)

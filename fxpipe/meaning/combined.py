@@ -50,7 +50,8 @@ def is_mean_plus_sum(
 
     For rows a and b, of which each has a term of the mean and one of the sum, ``loss(a) + loss(b)``
     is more than ``loss(a and b)`` by half of the terms of the mean. So pairs of rows tell all terms
-    of the mean, and these what the loss of the whole sample has to be.
+    of the mean, and these what the loss of other rows has to be: of other pairs, of three rows, and
+    of the whole sample.
     """
     rows = sum(trial.sizes)
     if rows < _ROWS:
@@ -65,13 +66,18 @@ def is_mean_plus_sum(
     try:
         single = [of(row) for row in range(rows)]
         first = (terms(0, 1) + terms(0, 2) - terms(1, 2)) / 2
-        averaged = first + sum(terms(0, row) - first for row in range(1, rows))
-        whole = of(*range(rows))
+        averaged = [first, *(terms(0, row) - first for row in range(1, rows))]
+        others = [(i, j) for i in range(1, rows) for j in range(i + 1, rows)][1:]
+        groups = [*others, *(tuple(range(i, i + 3)) for i in range(rows - 2)), tuple(range(rows))]
+        found = [of(*group) for group in groups]
     except Exception as error:
         if not is_the_models(error):
             raise
         return False  # it takes no single row, say
-    added = sum(single) - averaged
+    added = [one - mean for one, mean in zip(single, averaged, strict=True)]
     allowed = tolerance(trial.whole[path]) * sum(map(abs, single))
-    has_both = min(abs(added), abs(averaged)) > allowed
-    return has_both and abs(averaged / rows + added - whole) <= allowed
+    has_both = min(abs(sum(added)), abs(sum(averaged))) > allowed
+    return has_both and all(
+        abs(sum(averaged[i] / len(group) + added[i] for i in group) - value) <= allowed
+        for group, value in zip(groups, found, strict=True)
+    )

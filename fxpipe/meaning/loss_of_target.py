@@ -71,7 +71,7 @@ def loss_dim(
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
     dim = found[place].dim()
     taken = found[place]
-    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear)
+    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear, taken.is_told)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,14 @@ class FoundLoss:
         left_out: by what the loss may tell which labels count, if it is a mean over the rows with
             the labels of this mini-batch.
         is_clear: whether the check has told a mean from a sum.
+        is_told: whether the user has been warned that the loss is no mean over the rows.
     """
 
     place: int
     dim: Dim
     left_out: tuple[LabelCondition, ...] = ()
     is_clear: bool = False
+    is_told: bool = False
 
 
 class _LossOfTarget:
@@ -253,7 +255,7 @@ class _LossOfTarget:
             by,
             of_loss_fn=True,
             has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
-            may_be_weighted=may_be_weighted(trial, LOSS),
+            may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
         )
 
     def _remedy(self, verdict: Verdict) -> str:

@@ -39,6 +39,10 @@ _KINDS = 256
 """How many texts or functions are told apart, so that one which changes in each step costs no more
 checks than that."""
 
+_COUNT = "num_batches_tracked"
+"""The buffer in which a batch norm counts its calls. It computes with that only without momentum,
+for its running statistics."""
+_LARGER = math.ldexp(1.0, _KINDS)
 _SEQUENCES = list, tuple, deque, set, frozenset
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
@@ -202,8 +206,8 @@ class _WalkToNumbers:
     def _of_object(self, value: Any) -> Iterator[_Child]:
         yield from self._attributes(value)
         if isinstance(value, nn.Module):
-            for name, buffer in value.named_buffers(recurse=False):
-                if name in self.names:
+            for name, buffer in value._buffers.items():
+                if name in self.names and name != _COUNT:
                     yield buffer, functools.partial(value._buffers.get, name)
             for name, module in value.named_children():
                 if name in self.names or isinstance(value, _CONTAINERS):
@@ -274,7 +278,7 @@ class ModelNumbers:
     def __init__(self, model: nn.Module, values: Sequence[Any], is_cut: Sequence[bool]) -> None:
         self._buffers = buffers_read(model)
         given = zip(values, is_cut, strict=False)
-        self._places = [i for i, (v, cut) in enumerate(given) if is_real_number(v) and not cut]
+        self._places = [i for i, (v, cut) in enumerate(given) if _is_fraction(v) and not cut]
         self.watch = NumberWatch(self.read(values))
 
     def read(self, values: Sequence[Any]) -> list[float | None]:
@@ -290,7 +294,7 @@ def buffers_read(model: nn.Module) -> list[TensorRead]:
         TensorRead(functools.partial(module._buffers.get, name))
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if is_real_number(buffer)
+        if is_real_number(buffer) and name != _COUNT
     ][:MOST]
 
 
@@ -304,8 +308,8 @@ def _is_text(value: Any) -> bool:
 
 
 def is_real_number(value: Any) -> bool:
-    """Whether a value is a tensor of one real number that is not trained."""
-    is_one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    """Whether a value is a tensor of one real number, or of an integer, that is not trained."""
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     return is_one and not value.requires_grad and not value.is_meta
 
 
@@ -316,13 +320,21 @@ def numbers_in(values: Sequence[Any]) -> list[float | None]:
     return [
         (_number(value.item()) or 1.0) if isinstance(value, Tensor) else _number(value)
         for value in values
-        if is_number(value) or (is_real_number(value) and value.is_cpu)
+        if is_number(value) or (_is_fraction(value) and value.is_cpu)
     ]
 
 
+def _is_fraction(value: Any) -> bool:
+    """Whether a value is a tensor of one number that is no integer. One that is, such as the time
+    of a diffusion step, is another one in each call."""
+    return is_real_number(value) and bool(value.is_floating_point())
+
+
 def _number(value: Any) -> float | None:
-    """The number that a value is, or one that stands for a text or for what a function does: others
-    have another order of magnitude."""
+    """The number that a value is, or one that stands for a text, for what a function does, or for
+    any larger tensor in the place of None: others have another order of magnitude."""
+    if isinstance(value, Tensor):
+        return _LARGER if value.numel() != 1 else None
     if isinstance(value, types.FunctionType):
         code = value.__code__
         read = [each for each in code.co_consts if not isinstance(each, types.CodeType)]

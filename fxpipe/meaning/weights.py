@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -228,7 +229,8 @@ class _Remedies:
     def _labels(self) -> Iterator[_Remedy]:
         """Counts of labels that are not left out. Losses that leave out another one than IGNORED
         mostly leave out the smallest or the largest one, or compare labels with it."""
-        told = [int(c.number) for c in self.conditions[:MOST] if c.comparison == "eq"]
+        equal = [c.number for c in self.conditions[:MOST] if c.comparison == "eq"]
+        told = [int(number) for number in equal if math.isfinite(number)]
         others = [*told, int(self.tensor.amin()), int(self.tensor.amax())]
         quoted = [_quoted(self.name)] * bool(self.name)
         for label in [IGNORED] if self.has_ignored else dict.fromkeys(others):
@@ -263,6 +265,8 @@ class _Remedies:
     def _compared(self) -> Iterator[_Remedy]:
         """Counts of values that a number tells from others with which the loss compares them."""
         for condition in self.conditions[:MOST]:
+            if not math.isfinite(condition.number):
+                continue  # a loss compares what it has computed with that, and no labels
             for sign, compare in _SIGNS.get(condition.comparison, {}).items():
                 if self.is_integer and sign == "!=":
                     continue  # see _labels

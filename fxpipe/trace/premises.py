@@ -67,6 +67,9 @@ _PLAIN = (
     *(type, types.ModuleType),
 )
 _MANY = 256  # longer containers are taken for data that no forward branches by: not compared
+_DEPTH = 6  # how deep values are compared that are nested in others
+_WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
+_FEW = 32
 
 
 @contextmanager
@@ -301,24 +304,34 @@ class _Is:
     __hash__ = object.__hash__
 
 
-def _state(value: Any, depth: int = 2) -> Any:
+def _state(value: Any, depth: int = _DEPTH) -> Any:
     """A snapshot of a value, which is compared with a later one to see whether the value changed.
 
     A container is compared by its elements, a configuration object by its attributes, both at most
-    ``depth`` levels deep; anything else by its identity.
+    ``depth`` levels deep, the innermost ones only where there are few of them; anything else by its
+    identity.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
     if depth and not isinstance(value, Tensor):
+        most = _MANY if depth > _DEPTH - _WIDE else _FEW
         if isinstance(value, set | frozenset):
             return type(value), frozenset(value)
-        if isinstance(value, list | tuple) and len(value) <= _MANY:
+        if isinstance(value, list | tuple) and len(value) <= most:
             return type(value), [_state(each, depth - 1) for each in value]
-        if isinstance(value, Mapping) and len(value) <= _MANY:
+        if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
-        if not callable(value) and len(parts := getattr(value, "__dict__", ())) <= _MANY:
-            return _Is(value), [(key, _state(parts[key], depth - 1)) for key in parts]
+        if not callable(value) and (names := _attributes_of(value)) and len(names) <= most:
+            parts = [(name, getattr(value, name, MISSING)) for name in names]
+            return _Is(value), [(name, _state(part, depth - 1)) for name, part in parts]
     return _Is(value)
+
+
+def _attributes_of(value: Any) -> list[str]:
+    """The names of an object's own attributes, those in its slots among them."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
+    return [*getattr(value, "__dict__", ()), *(n for n in names if not n.startswith("__"))]
 
 
 def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:

@@ -180,7 +180,7 @@ class RankCompiler(Compiler):
         is_given = self.options.loss_weight is not None
         return super()._watch_of_labels(c for c in conditions if c.is_sure and not is_given)
 
-    def _tell_of_labels(self, check: Callable[[], object]) -> None:
+    def _tell_of_labels(self, mode: Mode, check: Callable[[], object]) -> None:
         """Warn without a check, for which all ranks would have to meet: some may have no labels."""
         warn(
             "micro-batches have unequal shares of labels that the loss leaves out, for the first "
@@ -190,7 +190,7 @@ class RankCompiler(Compiler):
             BatchWarning,
         )
 
-    def _tell_of_numbers(self, check: Callable[[], object]) -> None:
+    def _tell_of_numbers(self, mode: Mode, check: Callable[[], object]) -> None:
         """Say nothing: all ranks would have to meet for a check, and may have other numbers."""
 
     # ------------------------------------------------------------------------------- its own part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -64,6 +65,60 @@ def test_a_change_is_seen_at_the_next_call_and_step(change, tracer):
             pipe.step(X, target=torch.zeros(4, 12)), F.mse_loss(model(X), torch.zeros(4, 12))
         )
         assert len(pipe.all_guards) == 2
+
+
+class InSlots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@dataclass(slots=True)
+class Settings:
+    scale: float = 1.0
+
+
+def deep() -> types.SimpleNamespace:
+    of_schedule = types.SimpleNamespace(scale=1.0)
+    return types.SimpleNamespace(train={"schedules": [of_schedule]})
+
+
+@pytest.mark.parametrize(
+    "make, owner",
+    [
+        (deep, lambda config: config.train["schedules"][0]),
+        (InSlots, lambda config: config),
+        (Settings, lambda config: config),
+    ],
+)
+def test_a_change_deep_in_a_configuration_is_seen(make, owner):
+    class Net(MLP):
+        def __init__(self):
+            super().__init__()
+            self.config = make()
+
+        def forward(self, x):
+            return super().forward(x) * owner(self.config).scale
+
+    model = Net()
+    with compiled(model) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        owner(model.config).scale = 3.0
+        assert pipe.guards.failure(X).endswith("scale: 1.0 → 3.0")
+        torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_of_many_values_deep_in_a_configuration_none_is_compared():
+    """They are data: a forward does not branch by them, and comparing them takes time in a call."""
+    model = Switched()
+    model.config.rest = {"of": {"data": list(range(33))}, "few": {"data": list(range(32))}}
+    with compiled(model) as pipe:
+        pipe(X)
+        model.config.rest["of"]["data"][0] = 1
+        assert pipe.guards.failure(X) == ""
+        model.config.rest["few"]["data"][0] = 1
+        assert pipe.guards.failure(X).endswith("['few']['data'][0]: 0 → 1")
 
 
 def test_what_has_been_compiled_is_used_again_when_all_is_as_it_was():

@@ -1,0 +1,55 @@
+"""Which mini-batches the meaning of a loss is checked with: the first one, and others at growing
+distances.
+
+::
+
+    1 2 3 4 5 6 7 8 9 ... 32 ... 128 ... 512      a check with the 1st, the 2nd, the 8th, ...
+
+A first mini-batch may be special: its rows have no padding, say, and the loss is a mean over the
+rows as long as that is so. What a few more mini-batches have in common with most others shows, and
+with these distances all checks together take hardly any time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+GROWTH = 4
+"""By how much the number of a mini-batch that is checked is larger than that of the one before."""
+
+
+class Finding(Protocol):
+    """What a check has found."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the user has been warned that a loss is no mean over the rows."""
+
+
+F = TypeVar("F", bound=Finding)
+
+
+class Batches:
+    """Counts mini-batches, and says which of them are to be checked: none any more, once the user
+    has been warned."""
+
+    def __init__(self) -> None:
+        self._count, self._next = 0, 2
+        self._is_over = False
+
+    def are_due(self) -> bool:
+        """Count one more mini-batch. Returns whether it is to be checked."""
+        self._count += 1
+        if self._is_over or self._count < self._next:
+            return False
+        self._next = max(GROWTH * self._next, self._count + 1)
+        return True
+
+    def check_the_next(self) -> None:
+        """Let the next mini-batch be checked, as the check of this one has failed."""
+        self._next = self._count + 1
+
+    def note(self, found: F) -> F:
+        """Take note of what a check has found, and return it."""
+        self._is_over |= found.is_told
+        return found
