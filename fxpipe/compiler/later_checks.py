@@ -230,7 +230,8 @@ class LaterChecks(Staging):
             if found.is_clear and found.dim != before:
                 warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
 
-        self._tell_of_numbers(mode, check)
+        if not mode.batches.is_over:
+            self._tell_of_numbers(mode, check)
 
     def _tell_of_numbers(self, mode: Mode, check: Callable[[], object]) -> None:
         """Warn, by a check, if changed numbers have changed what micro-batches mean."""

@@ -52,7 +52,8 @@ class Meaning:
     graph: Compared | None = None
     """The model's graph, if the check has been made with it."""
     is_told: bool = False
-    """Whether the user has been warned that a number, such as a loss, depends on all rows."""
+    """Whether the user has been warned that the loss which the model returns depends on all
+    rows."""
 
 
 @dataclass

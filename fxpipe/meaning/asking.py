@@ -155,7 +155,7 @@ class Asking:
         if verdict.trial is not None and not verdict.is_wrong:
             self.tell(dims, verdict)
             meaning = self.meaning(dims, verdict, ways)
-            meaning.is_told = bool(verdict.problems)
+            meaning.is_told = any(each.path == self.runs.loss for each in verdict.problems)
             return meaning
         return self._none(verdicts, ways)
 

@@ -30,17 +30,20 @@ F = TypeVar("F", bound=Finding)
 
 
 class Batches:
-    """Counts mini-batches, and says which of them are to be checked: none any more, once the user
-    has been warned."""
+    """Counts mini-batches, and says which of them are to be checked.
+
+    Attributes:
+        is_over: whether the user has been warned, so that none is to be checked any more.
+    """
 
     def __init__(self) -> None:
         self._count, self._next = 0, 2
-        self._is_over = False
+        self.is_over = False
 
     def are_due(self) -> bool:
         """Count one more mini-batch. Returns whether it is to be checked."""
         self._count += 1
-        if self._is_over or self._count < self._next:
+        if self.is_over or self._count < self._next:
             return False
         self._next = max(GROWTH * self._next, self._count + 1)
         return True
@@ -51,5 +54,5 @@ class Batches:
 
     def note(self, found: F) -> F:
         """Take note of what a check has found, and return it."""
-        self._is_over |= found.is_told
+        self.is_over |= found.is_told
         return found

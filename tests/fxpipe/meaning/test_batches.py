@@ -218,7 +218,7 @@ def test_where_a_later_check_fails_the_next_step_checks_again(monkeypatch) -> No
         assert len(told(pipe, later, target=later)) == 1
 
 
-# ------------------------------------------------------------------- what a loss reads, and a target
+# ---------------------------------------------------------------- what a loss reads, and its target
 
 
 class Counted(nn.Module):
