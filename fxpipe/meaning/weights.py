@@ -205,6 +205,7 @@ class _Remedies:
     ) -> None:
         self.name, self.conditions, self.weight = name, conditions, weight
         self.has_dims = values[0].ndim > 0
+        self.is_text = values[0].ndim == 2  # a row of tokens, which may be those to predict
         self.tensor = torch.cat([each.flatten() for each in values])
         self.is_argument = not of_target and name != ""
         self.is_integer = not self.tensor.is_floating_point() and self.tensor.dtype.is_signed
@@ -240,7 +241,7 @@ class _Remedies:
                 yield self._of(f"({{}} != {label}).sum()", count, is_guess)
                 continue
             named = quoted + [f"ignore_index={label}"] * (label != IGNORED)
-            for shifted in (False, True):
+            for shifted in (False, True) if self.is_text else (False,):
                 given = ", ".join(named + ["shifted=True"] * shifted)
                 function = tokens(self.name or "labels", ignore_index=label, shifted=shifted)
                 yield _Remedy(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
