@@ -424,9 +424,12 @@ def _of_autocast(node: fx.Node) -> dict[str, Any]:
     parts = [each for each in node.args if isinstance(each, fx.Node) and each.op == "get_attr"]
     part = operator.attrgetter(str(parts[0].target))(node.graph.owning_module)
     lines = (within.meta.get("stack_trace") for within in part.graph.nodes)
+    _, _, is_enabled, *_ = node.args
     why = (
         "the model runs it under a torch.autocast of its own",
-        "leave torch.autocast out of the forward, and call the pipeline under it",
+        "leave torch.autocast out of the forward, and call the pipeline under it"
+        if is_enabled
+        else "let less of it run so",
     )
     return {WHOLE: why, "stack_trace": next(filter(None, lines), None)}
 

@@ -321,17 +321,21 @@ def _state(value: Any, depth: int = _DEPTH) -> Any:
             return type(value), [_state(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
-        if not callable(value) and (names := _attributes_of(value)) and len(names) <= most:
-            parts = [(name, getattr(value, name, MISSING)) for name in names]
+        if not callable(value) and len(own := getattr(value, "__dict__", ())) <= most:
+            parts = [(name, own[name]) for name in own]
+            parts += [(name, getattr(value, name)) for name in slots_of(value)]
             return _Is(value), [(name, _state(part, depth - 1)) for name, part in parts]
     return _Is(value)
 
 
-def _attributes_of(value: Any) -> list[str]:
-    """The names of an object's own attributes, those in its slots among them."""
+def slots_of(value: Any) -> list[str]:
+    """The names of an object's attributes that its classes keep in ``__slots__``."""
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
-    return [*getattr(value, "__dict__", ()), *(n for n in names if not n.startswith("__"))]
+    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
+
+
+_NO_SLOTS = "__dict__", "__weakref__"
 
 
 def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:

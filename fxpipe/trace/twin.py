@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
-from fxpipe.trace.premises import Reads, state_of
+from fxpipe.trace.premises import Reads, slots_of, state_of
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """The models of all twins that are alive."""
@@ -239,7 +239,7 @@ class _CopiedObjects:
         if attributes:
             own = {k: v for k, v in attributes.items() if not str(k).startswith(SHARDED_STATE)}
             vars(new).update({key: self.of(value) for key, value in own.items()})
-        for key in _slots(old):
+        for key in slots_of(old):
             object.__setattr__(new, key, self.of(getattr(old, key)))
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
@@ -288,7 +288,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__kwdefaults__ or {}).values()
         yield from _globals(value).values()
     yield from getattr(value, "__dict__", {}).values()
-    yield from (getattr(value, name) for name in _slots(value))
+    yield from (getattr(value, name) for name in slots_of(value))
 
 
 def _is_empty(value: Any) -> bool:
@@ -328,16 +328,6 @@ def _content(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-def _slots(value: Any) -> list[str]:
-    """The names of an object's attributes that its classes keep in ``__slots__``."""
-    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
-    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
-    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
-
-
-_NO_SLOTS = "__dict__", "__weakref__"
 
 
 def _can_be_copied(value: Any) -> bool:
