@@ -102,8 +102,10 @@ class Mode:
     call."""
     loss_numbers: NumberWatch | None = None
     """The same for numbers that the loss function reads."""
-    batches: Batches = field(default_factory=Batches)
-    """Says which mini-batches the meaning of a loss is checked with once more."""
+    of_model: Batches = field(default_factory=Batches)
+    """Says which mini-batches a model that returns its loss is checked with once more."""
+    of_loss: Batches = field(default_factory=Batches)
+    """The same for the loss function."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
     loss_dims: dict[Any, Dim] = field(default_factory=dict)

@@ -114,13 +114,13 @@ class Compiler(LaterChecks):
                         found = self._loss_dim(mode, readings, chunks, self._asked)
                     step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
                     mode.steps[key] = step, found.place
-                    mode.loss_dims[key] = mode.batches.note(found).dim
+                    mode.loss_dims[key] = mode.of_loss.note(found).dim
                     self._watch(mode, found)
                 mode.refresh()
             step, place = mode.steps[key]
             self._notice_labels(mode, readings, place, is_checked)
             is_new = self._notice_numbers(mode, readings[place], chunks)
-            is_due = self._is_due(mode, self.options.loss_fn is not None and chunks > 1)
+            is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
             if (is_due or is_new) and not is_checked:
                 self._tell_of_loss(mode, readings, key)
             return step, readings[place]
@@ -292,7 +292,7 @@ class Compiler(LaterChecks):
             self._slot.state = READ
             for each in entry.said:
                 each.again()
-        mode.outputs_checked = mode.batches.note(meaning).outputs
+        mode.outputs_checked = mode.of_model.note(meaning).outputs
         return mode, why
 
     def _has_new_sizes(self, call: GuardedCall) -> bool:

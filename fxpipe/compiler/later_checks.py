@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
+from fxpipe.meaning.batches import Batches, Finding
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import (
@@ -114,7 +116,7 @@ class LaterChecks(Staging):
         if mode.left_out.meets(labels, sizes, wait=is_checked):
             asked = self._asked_again(mode.left_out.counts)
             self._tell_of_labels(
-                mode, lambda: mode.batches.note(self._loss_dim(mode, readings, len(sizes), asked))
+                mode.of_loss, lambda: self._loss_dim(mode, readings, len(sizes), asked)
             )
 
     def _notice_labels_in(
@@ -122,8 +124,7 @@ class LaterChecks(Staging):
     ) -> None:
         """The same for labels among the inputs of a model that returns its loss."""
         options = self.options
-        is_said = options.loss_weight is not None and not callable(options.loss_weight)
-        if options.loss_fn is not None or is_said or not mode.labels:
+        if options.loss_fn is not None or self._is_said or not mode.labels:
             return
         is_checked = mode.left_out is None  # with this call, for which it has been compiled
         if mode.left_out is None:
@@ -134,7 +135,9 @@ class LaterChecks(Staging):
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(mode, lambda: self._check_again(mode, args, kwargs, asked))
+            self._tell_of_labels(
+                mode.of_model, lambda: self._check_again(mode, args, kwargs, asked)
+            )
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
         """By what a model that returns its loss may tell which labels count: for inputs that are
@@ -163,13 +166,11 @@ class LaterChecks(Staging):
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
             with self._where_it_runs(model, Structure.of((some, named))[0]):
-                return mode.batches.note(
-                    meaning_of(model, some, named, asked, compiled=mode.in_dims)
-                )
+                return meaning_of(model, some, named, asked, compiled=mode.in_dims)
 
-    def _tell_of_labels(self, mode: Mode, check: Callable[[], object]) -> None:
+    def _tell_of_labels(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Warn of labels that the loss leaves out, by a check with the mini-batch that has them."""
-        _checked_once_more(mode, check)
+        _check_once_more(batches, check)
 
     def _notice_numbers_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,14 +181,13 @@ class LaterChecks(Staging):
         if not self.options.check:
             return
         returns_loss = self.options.loss_fn is None and bool(mode.labels)
-        rows = mode.batch_of(values) if returns_loss else None
-        sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
-        is_due = self._is_due(mode, len(sizes) > 1)
+        is_due = returns_loss and self._is_due(mode.of_model)
         if mode.numbers is None:  # this is the call for which it has been compiled
             is_cut = [dim is not None for dim in mode.in_dims]
             mode.numbers = ModelNumbers(self.model, values, is_cut)
         elif mode.numbers.watch.is_new(mode.numbers.read(values)) or is_due:
-            self._tell_of_numbers(mode, lambda: self._tell_of_outputs(mode, args, kwargs))
+            check = partial(self._tell_of_outputs, mode, args, kwargs)
+            self._tell_of_numbers(mode.of_model, check)
 
     def _notice_numbers(self, mode: Mode, target: Target, chunks: int) -> bool:
         """Whether numbers that the loss function reads, by itself or from a target, are others than
@@ -205,47 +205,56 @@ class LaterChecks(Staging):
             mode.loss_numbers = NumberWatch(numbers)
         return mode.loss_numbers.is_new(numbers)
 
-    def _is_due(self, mode: Mode, is_loss: bool) -> bool:
-        """Whether a mini-batch is to be checked whatever it has. ``is_loss``: whether what it gives
-        is a loss, of several micro-batches. Where the user has said how it is put together, it is
-        not checked."""
-        options = self.options
-        is_said = options.loss_weight is not None and not callable(options.loss_weight)
-        return is_loss and bool(options.check) and not is_said and mode.batches.are_due()
+    @property
+    def _is_said(self) -> bool:
+        """Whether the user has said that the loss is a mean over the rows, or that it is a sum."""
+        return self.options.loss_weight is not None and not callable(self.options.loss_weight)
 
-    def _tell_of_outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _is_due(self, batches: Batches) -> bool:
+        """Whether the loss of a mini-batch is to be checked, whatever the mini-batch has."""
+        is_checked = bool(self.options.check) and not self._is_said
+        return is_checked and batches.are_due()
+
+    def _tell_of_outputs(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Finding:
         """Check the model again, and warn of an output that is no mean any more but a sum, or no
         sum but a mean."""
-        for path, dim in self._check_again(mode, args, kwargs, self._asked_again()).outputs.items():
+        found = self._check_again(mode, args, kwargs, self._asked_again())
+        for path, dim in found.outputs.items():
             before = mode.outputs_checked.get(path, dim)
             if dim != before and SUM in (dim, before):
                 warn(messages.put_together_anew(path, before == SUM), BatchWarning)
+        return found
 
     def _tell_of_loss(self, mode: Mode, readings: Sequence[Target], key: tuple[Any, ...]) -> None:
         """The same for the loss function, with the target of a mini-batch."""
 
-        def check() -> None:
-            found = mode.batches.note(self._loss_dim(mode, readings, key[0], self._asked_again()))
+        def check() -> Finding:
+            found = self._loss_dim(mode, readings, key[0], self._asked_again())
             before = mode.loss_dims[key]
             if found.is_clear and found.dim != before:
                 warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
+            return found
 
-        if not mode.batches.is_over:
-            self._tell_of_numbers(mode, check)
+        if not mode.of_loss.is_over:
+            self._tell_of_numbers(mode.of_loss, check)
 
-    def _tell_of_numbers(self, mode: Mode, check: Callable[[], object]) -> None:
+    def _tell_of_numbers(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Warn, by a check, if changed numbers have changed what micro-batches mean."""
         if not self.is_on_meta():
-            _checked_once_more(mode, check)
+            _check_once_more(batches, check)
 
 
-def _checked_once_more(mode: Mode, check: Callable[[], object]) -> None:
+def _check_once_more(batches: Batches, check: Callable[[], Finding]) -> None:
+    batches.is_unsettled = True
     try:
-        check()
+        batches.note(check())
     except Exception as error:
-        mode.batches.check_the_next()
         error.add_note(
-            "in fxpipe: while it was checked once more what micro-batches mean, as numbers or "
-            "labels have changed that this depends on; with check=False nothing is checked"
+            "in fxpipe: while it was checked once more what micro-batches mean (as numbers or "
+            "labels have changed that this depends on, or as this mini-batch is one of those that "
+            "are checked in any case); with check=False nothing is checked"
         )
         raise
+    batches.is_unsettled = False

@@ -19,7 +19,7 @@ GROWTH = 4
 
 
 class Finding(Protocol):
-    """What a check has found."""
+    """What a check of a model, or of a loss function, has found out."""
 
     @property
     def is_told(self) -> bool:
@@ -34,23 +34,23 @@ class Batches:
 
     Attributes:
         is_over: whether the user has been warned, so that none is to be checked any more.
+        is_unsettled: whether the last check has raised an error, so that the next mini-batch is to
+            be checked, whatever its number is.
     """
 
     def __init__(self) -> None:
         self._count, self._next = 0, 2
-        self.is_over = False
+        self.is_over = self.is_unsettled = False
 
     def are_due(self) -> bool:
         """Count one more mini-batch. Returns whether it is to be checked."""
         self._count += 1
-        if self.is_over or self._count < self._next:
+        if self.is_over:
             return False
-        self._next = max(GROWTH * self._next, self._count + 1)
-        return True
-
-    def check_the_next(self) -> None:
-        """Let the next mini-batch be checked, as the check of this one has failed."""
-        self._next = self._count + 1
+        is_next = self._count == self._next
+        if is_next:
+            self._next *= GROWTH
+        return is_next or self.is_unsettled
 
     def note(self, found: F) -> F:
         """Take note of what a check has found, and return it."""

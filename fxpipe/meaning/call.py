@@ -119,6 +119,8 @@ def meaning_of(
     if len(asked.sizes(8)) == 1:  # always one micro-batch, so that there is nothing to check
         return Meaning(ways[0] if ways else [None] * len(inputs))
     before = next(iter(_found(model, inputs)), None)
+    if compiled and LISTED not in compiled:
+        ways, listed, before = [[d if isinstance(d, int) else None for d in compiled]], None, None
     is_known = before is not None and LISTED in before
     if listed is not None and (is_said or is_known or listed.is_likely):
         found = _in_lists(itself, listed, asked, is_said)
@@ -134,8 +136,6 @@ def meaning_of(
     if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
         return Meaning(ways[0])
     asking = Asking(model, args, kwargs, inputs, asked, on_the_inputs=itself)
-    if compiled and listed is None:
-        ways = [[dim if isinstance(dim, int) else None for dim in compiled]]
     if listed is not None:
         asking.otherwise = partial(_in_lists, itself, listed, asked, False)
     found = None if trace is None or not asked.check else asking.by_graph(ways, trace)

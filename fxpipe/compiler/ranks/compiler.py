@@ -26,6 +26,7 @@ from fxpipe.ir.graph import attribute
 from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Asked, Meaning
+from fxpipe.meaning.batches import Batches, Finding
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelWatch
 from fxpipe.meaning.loss_of_target import FoundLoss
@@ -180,7 +181,7 @@ class RankCompiler(Compiler):
         is_given = self.options.loss_weight is not None
         return super()._watch_of_labels(c for c in conditions if c.is_sure and not is_given)
 
-    def _tell_of_labels(self, mode: Mode, check: Callable[[], object]) -> None:
+    def _tell_of_labels(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Warn without a check, for which all ranks would have to meet: some may have no labels."""
         warn(
             "micro-batches have unequal shares of labels that the loss leaves out, for the first "
@@ -190,7 +191,7 @@ class RankCompiler(Compiler):
             BatchWarning,
         )
 
-    def _tell_of_numbers(self, mode: Mode, check: Callable[[], object]) -> None:
+    def _tell_of_numbers(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Say nothing: all ranks would have to meet for a check, and may have other numbers."""
 
     # ------------------------------------------------------------------------------- its own part

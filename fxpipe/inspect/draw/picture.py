@@ -197,9 +197,10 @@ def type_text(value: Any) -> str:
 def _numbers_text(value: Any) -> str:
     """``number`` for a length, ``3 numbers`` for a shape; "" for what is none."""
     parts = pytree.tree_leaves(value)
-    if not all(isinstance(each, int | float | torch.SymInt | torch.SymFloat) for each in parts):
+    kinds = int, float, torch.SymInt, torch.SymFloat
+    if not parts or not all(isinstance(each, kinds) for each in parts):
         return ""
-    return f"{len(parts)} numbers" if len(parts) > 1 else "number" * len(parts)
+    return "number" if len(parts) == 1 else f"{len(parts)} numbers"
 
 
 def value_text(node: fx.Node) -> str:

@@ -56,15 +56,6 @@ def test_after_a_warning_none_is_checked() -> None:
     assert not any(batches.are_due() for _ in range(40))
 
 
-def test_the_next_one_is_checked_where_a_check_has_failed() -> None:
-    batches = Batches()
-    batches.note(Found())
-    for _ in range(4):
-        batches.are_due()
-    batches.check_the_next()
-    assert batches.are_due() and not batches.are_due()
-
-
 # ------------------------------------------------------ losses that later mini-batches tell apart
 
 
