@@ -11,8 +11,8 @@ placed on their devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from fxpipe.compiler.placement import place
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.log import warn
+from fxpipe.ir.precision import full_precision
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning import messages
@@ -611,14 +612,15 @@ class Staging(ABC):
         prices = CostedModel(self.model, traced.graph_module, known, options.passes)
         return replace(question, prices=prices).ways_out(batch_size(context.inputs, dims))
 
-    def _where_it_runs(
-        self, model: nn.Module, inputs: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
-        """A context in which the model can run as a plain module: if its stages have been placed on
-        several devices, it runs inside the context as if it were on the device of the inputs."""
-        if not self.layout.labels or not inputs:
-            return nullcontext()
-        return as_on_one_device(model, inputs[0].device)
+    @contextmanager
+    def _where_it_runs(self, model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which the model can run as a plain module, to be compared with itself: in
+        full precision, and if its stages have been placed on several devices, as if it were on the
+        device of the inputs."""
+        is_apart = self.layout.labels and inputs
+        together = as_on_one_device(model, inputs[0].device) if is_apart else nullcontext()
+        with full_precision(), together:
+            yield
 
 
 def _without_values(tensor: Tensor) -> Tensor:

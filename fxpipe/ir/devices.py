@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GIB = 2**30
+OPTIONAL_RATES = "half_flops_per_s", "full_flops_per_s"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class DeviceSpec:
 
     Args:
         name: for tables.
-        flops_per_s: FLOPs per second in float32 (and wider).
+        flops_per_s: FLOPs per second in float32 (and wider), in TF32 where the device has it.
+        full_flops_per_s: FLOPs per second in float32 where PyTorch is not set to use TF32, as it is
+            not for products of matrices by default; None: as many.
         half_flops_per_s: FLOPs per second in 16 bits; None: as many as in float32.
         bytes_per_s: the bandwidth of its memory.
         memory: bytes of its memory that the model may use; None: no limit.
@@ -43,11 +46,13 @@ class DeviceSpec:
     link_bytes_per_s: float = 1e10
     link_latency_s: float = 5e-6
     launch_s: float = 2e-6
+    full_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for what in ("flops_per_s", "bytes_per_s", "link_bytes_per_s", "half_flops_per_s"):
+        rates = "flops_per_s", "bytes_per_s", "link_bytes_per_s", *OPTIONAL_RATES
+        for what in rates:
             rate = getattr(self, what)
-            is_left_out = what == "half_flops_per_s" and rate is None
+            is_left_out = what in OPTIONAL_RATES and rate is None
             if not is_left_out and not (isinstance(rate, int | float) and rate > 0):
                 raise ValueError(f"{what} is {rate!r}: give a rate above zero")
         for what in ("link_latency_s", "launch_s"):
@@ -87,7 +92,7 @@ CPU_CORE = DeviceSpec()
 ACCELERATOR = DeviceSpec("accelerator", 1e13, None, 5e11, None, 1.6e10, 1e-5, 5e-6)
 """An accelerator that is not known by its name, with links as fast as PCI Express 3.0."""
 
-# Peaks of the vendors' data sheets: dense, without sparsity; TF32 where float32 may use it.
+# Peaks of the vendors' data sheets: dense, without sparsity.
 KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
     {
         spec.name: spec
@@ -95,9 +100,9 @@ KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
             CPU_CORE,
             DeviceSpec("p40", 11.8e12, None, 346 * GB, 24 * GB, 12 * GB, 10e-6, 5e-6),
             DeviceSpec("v100", 15.7e12, 125e12, 900 * GB, 32 * GIB, 25 * GB, 10e-6, 5e-6),
-            DeviceSpec("a100", 156e12, 312e12, 2039 * GB, 80 * GIB, 300 * GB, 10e-6, 4e-6),
-            DeviceSpec("h100", 495e12, 989e12, 3350 * GB, 80 * GIB, 450 * GB, 10e-6, 4e-6),
-            DeviceSpec("h200", 495e12, 989e12, 4800 * GB, 141 * GB, 450 * GB, 10e-6, 4e-6),
+            DeviceSpec("a100", 156e12, 312e12, 2039 * GB, 80 * GIB, 300 * GB, 10e-6, 4e-6, 19.5e12),
+            DeviceSpec("h100", 495e12, 989e12, 3350 * GB, 80 * GIB, 450 * GB, 10e-6, 4e-6, 67e12),
+            DeviceSpec("h200", 495e12, 989e12, 4800 * GB, 141 * GB, 450 * GB, 10e-6, 4e-6, 67e12),
         )
     }
 )

@@ -15,9 +15,12 @@ loss is to be checked again, with rows that differ by it.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -330,8 +333,17 @@ def _may_be_labels(tensor: Any) -> bool:
 
 def _is_uneven(is_met: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Whether a condition is met by a larger share of some micro-batches than of others, as a
-    tensor. The sizes are factors and no tensor, which the host would have to copy to a device."""
-    rows = is_met.movedim(dim, 0).reshape(is_met.shape[dim], -1).sum(1)
-    whole, parts = rows.sum(), torch.split(rows, list(sizes))
-    apart = [part.sum() * len(rows) - whole * size for part, size in zip(parts, sizes, strict=True)]
-    return torch.stack(apart).any()
+    tensor. The sizes are factors and no tensor, which the host would have to copy to a device.
+
+    Micro-batches of one size are counted together, since there are two sizes at most, and an
+    accelerator needs a kernel for each operation.
+    """
+    count = is_met.shape[dim]
+    rows = is_met.movedim(dim, 0).reshape(count, -1).sum(1)
+    whole, begin, apart = rows.sum(), 0, []
+    for size, equal in groupby(sizes):
+        several = len(list(equal))
+        parts = rows.narrow(0, begin, several * size).view(several, size).sum(1)
+        apart.append((parts * count != whole * size).any())
+        begin += several * size
+    return functools.reduce(operator.or_, apart)

@@ -84,7 +84,8 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        phony = tensors[0].new_empty(0)
+        # By its device, not by the tensor itself: on the stream aside, nothing may read the tensor.
+        phony = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
         return (phony, *(t.view_as(t) for t in tensors))
 
     @staticmethod

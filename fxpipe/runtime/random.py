@@ -17,11 +17,12 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
@@ -97,6 +98,84 @@ def _bytes(part: Any) -> Any:
     return part.tobytes() if hasattr(part, "tobytes") else part
 
 
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The default generator of a device. None if the device has never been used, or its backend
+    does not give it."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device in _GENERATORS:
+        return _GENERATORS[device]
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    if not generators or device.index is None:
+        return None
+    return _GENERATORS.setdefault(device, generators[device.index])
+
+
+_GENERATORS: dict[torch.device, torch.Generator] = {}
+"""Those that :func:`default_generator` has found. A device keeps its generator."""
+
+
+class _KeptGenerator:
+    """The state that a default generator has now."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._state = self._now()
+
+    def _now(self) -> Any:
+        """The state, as a pair of numbers if they are all of it: those of a GPU's generator, which
+        are a tenth of the time of a tensor that holds them."""
+        if self._generator.device.type not in _COUNTING:
+            return self._generator.get_state()
+        return self._generator.initial_seed(), self._generator.get_offset()
+
+    @property
+    def has_changed(self) -> bool:
+        now = self._now()
+        is_pair = isinstance(now, tuple)
+        return bool(now != self._state) if is_pair else not torch.equal(now, self._state)
+
+    def put_back(self) -> None:
+        if isinstance(self._state, tuple):
+            seed, offset = self._state
+            self._generator.manual_seed(seed)
+            self._generator.set_offset(offset)
+        else:
+            self._generator.set_state(self._state)
+
+    def seed(self, seed: int) -> None:
+        """Let the generator start from a seed."""
+        self._generator.manual_seed(seed)
+
+
+_COUNTING = frozenset({"cuda"})
+"""Types of devices whose generators are counters: a seed and an offset are all of their state."""
+
+
+class _KeptByBackend:
+    """The state of the default generator of a device whose backend does not give the generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend, self._device = torch.get_device_module(device), device
+        self._state = self._backend.get_rng_state(device)
+
+    @property
+    def has_changed(self) -> bool:
+        return not torch.equal(self._state, self._backend.get_rng_state(self._device))
+
+    def put_back(self) -> None:
+        self._backend.set_rng_state(self._state, self._device)
+
+    def seed(self, seed: int) -> None:
+        with torch.accelerator.device_index(self._device.index):  # manual_seed is for this one
+            self._backend.manual_seed(seed)
+
+
+def _kept(device: torch.device) -> _KeptGenerator | _KeptByBackend:
+    generator = default_generator(device)
+    return _KeptByBackend(device) if generator is None else _KeptGenerator(generator)
+
+
 class RandomState:
     """The states of the default generators of the CPU and some devices, as they are now.
 
@@ -104,36 +183,32 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
         with LOCK:  # which another lane holds while it has changed them
-            self.cpu = torch.get_rng_state()
-            self.others = [
-                (backend, device, backend.get_rng_state(device))
-                for device in devices
-                if device.type not in ("cpu", "meta")
-                for backend in [torch.get_device_module(device)]
-            ]
+            self._kept = [_KeptGenerator(torch.default_generator), *map(_kept, self.devices)]
 
     @property
     def has_changed(self) -> bool:
         """Whether random numbers have been drawn since the states were read."""
         with LOCK:
-            return not torch.equal(self.cpu, torch.get_rng_state()) or any(
-                not torch.equal(state, backend.get_rng_state(device))
-                for backend, device, state in self.others
-            )
+            return any(each.has_changed for each in self._kept)
 
     def put_back(self) -> None:
         """Set the generators to these states."""
         with LOCK:
-            torch.set_rng_state(self.cpu)
-            for backend, device, state in self.others:
-                backend.set_rng_state(state, device)
+            for each in self._kept:
+                each.put_back()
+
+    def seed(self, seed: int) -> None:
+        """Let the generators start from a seed."""
+        for each in self._kept:
+            each.seed(seed)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Within this context the generators start from these states. At its end they go back to
         the states that they had when it was entered."""
-        with borrowed(device for _, device, _ in self.others):
+        with borrowed(self.devices):
             self.put_back()
             yield
 
@@ -152,28 +227,68 @@ class GeneratorState:
         return generator
 
 
-@contextmanager
-def borrowed(devices: Iterable[torch.device]) -> Iterator[RandomState]:
+class borrowed(alone):
     """A context in which no other thread of ours uses the default generators of the CPU and these
     devices. At its end they have the states again that they had before."""
-    with alone():
-        before = RandomState(devices)
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        super().__enter__()
         try:
-            yield before
+            self._before = RandomState(self._devices)
+        except BaseException:
+            super().__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._before.put_back()
         finally:
-            before.put_back()
+            super().__exit__(*raised)
 
 
-@contextmanager
-def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+class seeded(borrowed):
     """A context in which the default generators of the CPU and these devices start from a seed. At
-    its end they have the states again that they had before."""
-    with borrowed(devices) as state:
-        torch.default_generator.manual_seed(seed)
-        for backend, device, _ in state.others:
-            with torch.accelerator.device_index(device.index):  # manual_seed is for this one
-                backend.manual_seed(seed)
-        yield
+    its end they have the states again that they had before.
+
+    It is a class, and no generator: each dropout of each micro-batch is computed in it.
+    """
+
+    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+        super().__init__(devices)
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._before.seed(self._seed)
+        except BaseException:
+            self.__exit__()
+            raise
+
+
+class _seeded_one(alone):
+    """As :class:`seeded`, for the default generator of one device only."""
+
+    def __init__(self, seed: int, generator: torch.Generator) -> None:
+        self._seed, self._generator = seed, generator
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._before = _KeptGenerator(self._generator)
+            self._generator.manual_seed(self._seed)
+        except BaseException:
+            super().__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._before.put_back()
+        finally:
+            super().__exit__(*raised)
 
 
 def derived_seed(seed: int, index: int, number: int = 0) -> int:
@@ -198,14 +313,52 @@ class Seeded(nn.Module):
         super().__init__()
         self.function = function
         self.index = index
+        self._is_dropout = _is_dropout(function)
 
     def forward(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``, whose random numbers depend on the seed only."""
         if seed is None:
             return self.function(*args, **kwargs)
-        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        with seeded(derived_seed(seed, self.index), {t.device for t in tensors}):
+        own = derived_seed(seed, self.index)
+        if self._is_dropout and args and isinstance(args[0], Tensor):
+            generator = default_generator(args[0].device)
+            if generator is not None:
+                with _seeded_one(own, generator):
+                    return self.function(*args, **kwargs)
+        with seeded(own, _devices(args, kwargs)):
             return self.function(*args, **kwargs)
+
+
+_DROPOUT_MODULES = frozenset(
+    {
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+        *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    }
+)
+_DROPOUT_FUNCTIONS = frozenset(
+    {
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
+        *(F.feature_alpha_dropout, torch.dropout, torch.feature_dropout),
+        *(torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default),
+        *(torch.ops.aten.native_dropout.default, torch.ops.aten.dropout_.default),
+    }
+)
+
+
+def _is_dropout(function: Callable[..., Any]) -> bool:
+    """Whether a function is one of PyTorch's dropouts, which draw from the default generator of
+    their tensor's device and from no other. Models have many of them, and to keep and seed the
+    generator of the CPU as well takes longer than a dropout on a GPU takes the host."""
+    if isinstance(function, nn.Module):
+        hooks = function._forward_hooks or function._forward_pre_hooks  # they may draw elsewhere
+        return type(function) in _DROPOUT_MODULES and not hooks
+    return isinstance(function, Hashable) and function in _DROPOUT_FUNCTIONS
+
+
+def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+    """The devices of the tensors among the arguments of a call."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 class Method:

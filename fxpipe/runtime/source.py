@@ -94,7 +94,8 @@ class LaneFunction:
         Args:
             call: the call of the program. It has the ``inboxes`` of the lanes and the ``error`` of
                 a lane that has failed; ``drop()`` raises an exception, which ends the lane's part;
-                ``on(device)`` is a context with that current device.
+                ``on(device)`` is a context with that current device, in which a function that runs
+            alone calls what belongs to one device and stands together.
             values: those of the inputs.
             time: a function that is called with each node and a function that computes the node's
                 value, and returns that value.
@@ -140,6 +141,8 @@ class _Source:
         self.constants: dict[str, Any] = {}
         self._named: dict[int, str] = {}  # the names of constants, by their ids
         self._alone, self._timed = alone, timed
+        self._device: torch.device | None = None  # that of the block which is being written
+        self._indent = " " * 4
         self._taken = {node.name for node in inputs}
         for each in instructions:
             self._taken |= {each.node.name, *(node.name for node in each.node.all_input_nodes)}
@@ -163,25 +166,34 @@ class _Source:
 
     def _write(self, instruction: Instruction) -> None:
         node, name = instruction.node, instruction.node.name
+        is_call = node.op != "get_attr" and instruction.function is not getitem
         # The value that is made last first: when it is there, so are the others, most likely.
         for awaited in reversed(instruction.awaits):
-            self._line(f"    {awaited.name} = {self._take}({self._constant('node', awaited)})")
+            self._write_line(f"{awaited.name} = {self._take}({self._constant('node', awaited)})")
         value = self._value(instruction)
-        if not self._alone and node.op != "get_attr" and instruction.function is not getitem:
-            self._line(f"    if {self._call}.error is not None: {self._call}.drop()")
+        if is_call and self._alone:
+            self._begin_on(instruction.device)
+        elif is_call:
+            self._write_line(f"if {self._call}.error is not None: {self._call}.drop()")
         if self._timed:
             value = f"{self._time}({self._constant('node', node)}, lambda: {value})"
-        if self._alone and instruction.device is not None:
-            device = self._constant("device", instruction.device)
-            self._line(f"    with {self._call}.on({device}): {name} = {value}", node)
-        else:
-            self._line(f"    {name} = {value}", node)
+        self._write_line(f"{name} = {value}", node)
         for other in instruction.posts:
-            self._line(f"    {self._posts[other]}({self._constant('node', node)}, {name})")
+            self._write_line(f"{self._posts[other]}({self._constant('node', node)}, {name})")
         if instruction.forgets:
-            self._line(f"    del {', '.join(node.name for node in instruction.forgets)}")
+            self._write_line(f"del {', '.join(node.name for node in instruction.forgets)}")
         if node.op == "output":
-            self._line(f"    return {name}")
+            self._write_line(f"return {name}")
+
+    def _begin_on(self, device: torch.device | None) -> None:
+        """Begin a block with this current device, unless it is that of the block before: to make a
+        device the current one takes longer than many calls do."""
+        if device == self._device:
+            return
+        self._device, self._indent = device, " " * 4
+        if device is not None:
+            self._write_line(f"with {self._call}.on({self._constant('device', device)}):")
+            self._indent = " " * 8
 
     def _value(self, instruction: Instruction) -> str:
         """The expression that computes an instruction's value."""
@@ -236,6 +248,10 @@ class _Source:
             name += "_"
         self._taken.add(name)
         return name
+
+    def _write_line(self, text: str, node: fx.Node | None = None) -> None:
+        """Write a line of the present block."""
+        self._line(f"{self._indent}{text}", node)
 
     def _line(self, text: str, node: fx.Node | None = None) -> None:
         self.lines.append(text)

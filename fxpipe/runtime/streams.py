@@ -60,8 +60,19 @@ def has_streams(device: torch.device | None) -> bool:
     """Whether work on the device goes to streams: it does on accelerators only."""
     if device is None or device.type == "cpu":
         return False
+    return device.type in _ACCELERATOR or _is_of_accelerator(device)
+
+
+_ACCELERATOR: set[str] = set()
+"""The type of this process's accelerator, once a device of it has been asked for. A process has one
+kind at most, and to ask PyTorch for it takes longer than the rest of :func:`has_streams`."""
+
+
+def _is_of_accelerator(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type
+    if accelerator is not None and device.type == accelerator.type:
+        _ACCELERATOR.add(device.type)
+    return device.type in _ACCELERATOR
 
 
 def is_captured(device: torch.device) -> bool:
@@ -124,8 +135,8 @@ def _aside(device: torch.device) -> torch.Stream:
 
 def current(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """The streams on which the running thread computes, one for each device that has streams."""
-    found = (stream(stream_name(device, COMPUTE)) for device in dict.fromkeys(devices))
-    return [each for each in found if each is not None]
+    found = [device for device in dict.fromkeys(devices) if has_streams(device)]
+    return [torch.accelerator.current_stream(device) for device in found]
 
 
 @contextmanager
@@ -203,6 +214,10 @@ def keep(stream: torch.Stream | None, values: Any) -> None:
 
 
 def _tensors(values: Any) -> list[Tensor]:
+    if type(values) is Tensor:
+        return [values]
+    if type(values) is tuple and {*map(type, values)} == {Tensor}:
+        return list(values)  # by far the most frequent case, where a pytree takes longer
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

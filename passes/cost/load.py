@@ -12,6 +12,7 @@ import torch
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.flops import flops_of
+from fxpipe.ir.precision import uses_tf32
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
 AMOUNTS = "flops", "bytes", "operators", "memory"
@@ -27,6 +28,7 @@ class Load:
     bytes: int = 0
     operators: int = 0
     is_half: bool = False  # whether some operator computes in 16 bits
+    is_full: bool = False  # whether some product of float32 may not be computed in TF32
     memory: int = 0
 
     def times(self, count: int) -> Load:
@@ -60,7 +62,8 @@ class Load:
 
         The time is the longer of computing FLOPs and moving bytes, plus the launches of operators.
         """
-        rate = device.half_flops_per_s if self.is_half else None
+        full = device.full_flops_per_s if self.is_full else None
+        rate = device.half_flops_per_s if self.is_half else full
         computing = self.flops / (rate or device.flops_per_s)
         return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
 
@@ -71,6 +74,9 @@ LOOKUPS = {
     torch.ops.aten._embedding_bag_forward_only.default,
 }
 """Operators that read some rows of a table: those that indices name."""
+
+
+CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward}
 
 
 def _not_read(func: Any, args: Any) -> int:
@@ -126,7 +132,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.load.flops += flops_of(func, args, kwargs, result)
+        flops = flops_of(func, args, kwargs, result)
+        self.load.flops += flops
+        if flops and not self.load.is_full:
+            self.load.is_full = not uses_tf32(func.overloadpacket in CONVOLUTIONS)
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
         if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
             self.load.operators += 1

@@ -5,6 +5,7 @@
     python -m tests.benchmarks.host
     python -m tests.benchmarks.host --dropout           # each stage draws random numbers, too
     python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
+    python -m tests.benchmarks.host --device cuda:0     # all lanes on one GPU
 
 Each stage is one small linear layer, so that hardly anything is computed. The time by which a
 training step takes longer than a plain loop over the micro-batches is spent in Python and in
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.runtime import lanes
+from fxpipe.runtime.streams import has_streams
 from tests.benchmarks.timing import show
 
 WIDTH, CHUNKS = 8, 8
@@ -65,8 +67,8 @@ def fxpipes(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str, Ru
     cut = [str(i) for i in range(1, stages)]
     for schedule, checkpoint in itertools.product(SCHEDULES, ("never", "always")):
         pipe = fxpipe.compile(
-            net(stages, draws),
-            ["cpu"] * stages,
+            net(stages, draws).to(x.device),
+            [x.device] * stages,
             chunks=CHUNKS,
             schedule=schedule,
             loss_fn=loss_fn,
@@ -85,9 +87,13 @@ def torchgpipe(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str,
         from torchgpipe import GPipe
     except ImportError:
         return {}
-    places = ["cpu"] * stages
+    places = [x.device] * stages
     model = GPipe(
-        net(stages, draws), [1] * stages, devices=places, chunks=CHUNKS, checkpoint="never"
+        net(stages, draws).to(x.device),
+        [1] * stages,
+        devices=places,
+        chunks=CHUNKS,
+        checkpoint="never",
     )
     return {"torchgpipe 0.0.7": partial(backward, model, x, target)}
 
@@ -98,19 +104,21 @@ def pipelining(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str,
 
     if stages > 1:
         return {}
-    stage = PipelineStage(net(1, draws), 0, 1, torch.device("cpu"))
+    stage = PipelineStage(net(1, draws).to(x.device), 0, 1, x.device)
     schedule = Schedule1F1B(stage, CHUNKS, loss_fn=loss_fn)
     return {"torch.distributed.pipelining, 1F1B": partial(schedule.step, x, target=target)}
 
 
-def microseconds(runs: dict[str, Run], rounds: int, times: int = 3) -> dict[str, float]:
-    """CPU microseconds of one call of each, the least of rounds in which they take turns."""
+def microseconds(runs: dict[str, Run], rounds: int, wait: Run, times: int = 3) -> dict[str, float]:
+    """CPU microseconds of one call of each, the least of rounds in which they take turns. ``wait``
+    waits for the device; its time does not count, since it spins."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
         run()
     for _ in range(rounds):
         for name, run in runs.items():
+            wait()
             begin = time.process_time()
             for _ in range(times):
                 run()
@@ -141,17 +149,20 @@ def profile(run: Run, times: int, lines: int) -> None:
 @click.option("--stages", default="1,2,4", show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--dropout", "draws", is_flag=True, help="Behind the linear layer of each stage.")
+@click.option("--device", default="cpu", show_default=True, help="All lanes are on this one.")
 @click.option("--profile", "profiled", help="Where the time of this run goes: 1f1b, pipe(x), ...")
-def main(stages: str, rounds: int, draws: bool, profiled: str | None) -> None:
+def main(stages: str, rounds: int, draws: bool, device: str, profiled: str | None) -> None:
     torch.set_num_threads(1)
-    x, target = torch.randn(CHUNKS * 2, WIDTH), torch.randn(CHUNKS * 2, WIDTH)
+    place = torch.device(device)
+    x, target = (torch.randn(CHUNKS * 2, WIDTH, device=place) for _ in range(2))
+    wait = partial(torch.accelerator.synchronize, place) if has_streams(place) else lambda: None
     with tempfile.NamedTemporaryFile() as file:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{file.name}", rank=0, world_size=1
         )
     rows = []
     for count in map(int, stages.split(",")):
-        runs = {"loop": partial(loop, net(count, draws), x, target)}
+        runs = {"loop": partial(loop, net(count, draws).to(place), x, target)}
         for others in fxpipes, torchgpipe, pipelining:
             runs |= others(count, draws, x, target)
         if profiled:
@@ -161,7 +172,7 @@ def main(stages: str, rounds: int, draws: bool, profiled: str | None) -> None:
                     run()
                     profile(run, 50, 45)
             continue
-        found = microseconds(runs, rounds)
+        found = microseconds(runs, rounds, wait)
         for name, taken in found.items():
             over = (taken - found["loop"]) / (count * CHUNKS)
             each = taken / (count * CHUNKS)

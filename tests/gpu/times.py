@@ -175,7 +175,9 @@ def inputs(machine: Machine, report: Report) -> None:
 
 def memory(machine: Machine, report: Report) -> None:
     """The most memory of a training step with AdamW, for more and more micro-batches of one size,
-    measured and predicted. With 1F1B it must not grow with their number, but for the batch."""
+    measured and predicted. With 1F1B it must not grow with their number. The batch is the caller's,
+    and not counted. Both lanes are on one GPU, where micro-batches are not copied: a prediction,
+    which is for lanes on devices of their own, counts what is sent twice."""
     here = machine.name()
     width, layers, rows = machine.pick((2048, 4, 1024), (16, 1, 4))
     for schedule in ("gpipe", "1f1b"):
@@ -198,9 +200,9 @@ def memory(machine: Machine, report: Report) -> None:
                 for _ in range(3):
                     pipe.step(x, target=target, optimizer=optimizer)
                 machine.synchronize()
-                allocated = machine.most_allocated() - before
+                allocated = machine.most_allocated() - before - batch
                 predicted = sum(pipe.timeline().peak_memory)
-            held[chunks] = allocated - batch
+            held[chunks] = allocated
             report.row(
                 schedule=schedule,
                 chunks=chunks,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxpipe.runtime import random
 from fxpipe.runtime.random import LOCK, Method, RandomState, Seeded, seeded, seeds
 
 
@@ -91,7 +92,10 @@ def test_who_asks_for_the_state_does_not_get_one_that_another_thread_has_borrowe
         thread.join(0.05)
         assert not found, "it waits"
     thread.join()
-    assert torch.equal(found[0].cpu, before.cpu)
+    with found[0].restored():
+        drawn = torch.rand(3)
+    with before.restored():
+        assert torch.equal(drawn, torch.rand(3))
 
 
 needs_accelerator = pytest.mark.skipif(
@@ -120,3 +124,34 @@ def test_a_seed_is_for_the_device_that_is_named_and_not_for_the_current_one():
     with seeded(5, {device}):
         assert torch.equal(torch.rand(3, device=device), first)
     assert not any(state.has_changed for state in states)
+
+
+def test_a_dropout_leaves_the_other_devices_generators_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(random, "seeded", lambda seed, devices: asked.append(devices))
+
+    Seeded(nn.Dropout(0.5), 0)(3, torch.ones(4))
+    Seeded(torch.nn.functional.dropout, 0)(3, torch.ones(4), p=0.5)
+
+    assert not asked
+
+
+def test_a_dropout_whose_hook_may_draw_elsewhere_has_all_generators_seeded():
+    drawn = []
+    dropout = nn.Dropout(0.5)
+    dropout.register_forward_hook(lambda *_: drawn.append(torch.rand(3)))
+
+    for _ in range(2):
+        Seeded(dropout, 0)(3, torch.ones(4))
+
+    assert torch.equal(*drawn)
+
+
+def test_a_module_that_is_given_a_list_has_its_tensors_devices_seeded():
+    class OfAList(nn.Module):
+        def forward(self, tensors):
+            return torch.nn.functional.dropout(tensors[0])
+
+    first, second = (Seeded(OfAList(), 0)(3, [torch.ones(50)]) for _ in range(2))
+
+    assert torch.equal(first, second)

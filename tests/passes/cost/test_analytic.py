@@ -67,6 +67,28 @@ def test_half_precision_computes_at_its_own_rate():
     assert whole.forward_s == pytest.approx(4 * half.forward_s)
 
 
+@pytest.fixture
+def put_back():
+    """Sets the precision of products as it was, after a test."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision, faster", [("highest", 1), ("high", 8)])
+def test_products_of_float32_compute_in_tf32_where_pytorch_is_set_to(precision, faster, put_back):
+    torch.set_float32_matmul_precision(precision)
+    device = DeviceSpec(flops_per_s=8e9, full_flops_per_s=1e9, bytes_per_s=1e15, launch_s=0)
+    linear, x = nn.Sequential(nn.Linear(8, 8, bias=False)), torch.ones(4, 8)
+    convolution, image = nn.Sequential(nn.Conv2d(1, 1, 3, bias=False)), torch.ones(1, 1, 6, 6)
+
+    product = costs(linear, x, device=device)["_0"]
+    convolved = costs(convolution, image, device=device)["_0"]
+
+    assert product.forward_s == pytest.approx(product.flops / (faster * 1e9))
+    assert convolved.forward_s == pytest.approx(convolved.flops / 8e9), "TF32 by default"
+
+
 def of_microbatches(model, chunks, *inputs, **options):
     """The costs of nodes, for a mini-batch that is cut along dimension 0 into micro-batches."""
     gm = Rows(inputs, (0,) * len(inputs), chunks)(Alias(inputs)(fx.symbolic_trace(model)))
