@@ -500,6 +500,10 @@ DESCRIBE = "describe_tensor"
 """The class by whose method of this name every fake tensor mode describes a tensor, of which it
 then makes a fake. The description, a dataclass, has the ``device`` that the fake says it is on."""
 
+ASSERT = torch._assert
+"""The assertion that models make, as a function, to be traced by fx. It takes the truth value of a
+tensor on the host."""
+
 SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 

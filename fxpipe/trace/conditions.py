@@ -6,6 +6,7 @@ nothing but raise an error.
     if labels.max() >= self.classes:                raises where it is true,  goes on with False
         raise ValueError("labels out of range")
     assert mask.any(), "nothing to attend to"       raises where it is false, goes on with True
+    torch._assert(mask.any(), "nothing...")         the same
 
 A trace has no values by which to decide such a branch, but need not: it follows the branch that
 does not raise. The condition becomes an assertion in the graph, which checks it in every run.
@@ -24,9 +25,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fxpipe.ir._torch import FakeTensor
+from fxpipe.ir._torch import ASSERT, FakeTensor
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.patches import caller, patched
 
@@ -44,7 +45,7 @@ def asserted() -> Iterator[None]:
                 frame = caller()
                 goes_on_with = _goes_on_with(frame)
                 if goes_on_with is not None:
-                    _assert(tensor, goes_on_with, frame)
+                    check(tensor, goes_on_with, _where(frame))
                     return goes_on_with
             return original(tensor)  # type: ignore[no-any-return]
 
@@ -54,10 +55,27 @@ def asserted() -> Iterator[None]:
         yield
 
 
-def _assert(tensor: Tensor, value: bool, frame: FrameType) -> None:
+def check(condition: Any, wanted: bool, message: str) -> None:
+    """Raise RuntimeError with this message unless a condition has the truth value that is wanted.
+    That of a tensor on an accelerator is checked there, so that the host does not wait."""
+    if isinstance(condition, Tensor):
+        torch.ops.aten._assert_async.msg(condition if wanted else condition.logical_not(), message)
+    elif bool(condition) is not wanted:
+        raise RuntimeError(message)
+
+
+fx.has_side_effect(check)
+
+
+def as_a_check(condition: Any, message: Any = "") -> tuple[Any, bool, str]:
+    """The arguments of :func:`check` for those of ``torch._assert``, which takes the truth value of
+    a tensor on the host: while passes run a graph, its tensors have no values."""
+    return condition, True, f"{ASSERTED}{message}"
+
+
+def _where(frame: FrameType) -> str:
     file, line = frame.f_code.co_filename, frame.f_lineno
-    where = f"{ASSERTED}at {file}:{line}: {linecache.getline(file, line).strip()}"
-    torch.ops.aten._assert_async.msg(tensor if value else tensor.logical_not(), where)
+    return f"{ASSERTED}at {file}:{line}: {linecache.getline(file, line).strip()}"
 
 
 def _goes_on_with(frame: FrameType) -> bool | None:
@@ -67,6 +85,8 @@ def _goes_on_with(frame: FrameType) -> bool | None:
     None if the condition is no check, as neither branch raises, or if other values decide as well.
     """
     code = frame.f_code
+    if code is ASSERT.__code__:
+        return True
     checks = is_of_a_model(code.co_filename) or code.co_filename.startswith(_DISTRIBUTIONS)
     if not checks or not _branches(code, frame.f_lasti):
         return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import skip
+from fxpipe.ir._torch import ASSERT
 from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
 from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_of_a_model
@@ -20,6 +21,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.state import State
 from fxpipe.trace import checkpoints
+from fxpipe.trace.conditions import as_a_check, check
 from fxpipe.trace.containers import Unchanging, has_containers, unchanging
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
@@ -115,6 +117,9 @@ class _SymbolicTracer(fx.Tracer):
                 "it switches gradients or autocast on or off within its forward, which fx does "
                 "not see"
             )
+        if target is ASSERT:
+            args, kwargs = as_a_check(*args, **kwargs), {}
+            target = check
         if _is_the_models(target) and has_containers((*args, *kwargs.values())):
             target = unchanging(target)
         node = super().create_node(kind, target, args, kwargs, *more, **options)

@@ -24,6 +24,7 @@ from fxpipe.ir._torch import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
+from fxpipe.trace.conditions import check
 
 _NO_TENSORS = {"from_file", "load", "save", "compile", "call", "attrgetter", "itemgetter"}
 _NO_TENSORS |= {"methodcaller", "apply_", "map_", "map2_", "register_hook", "numpy", "storage"}
@@ -45,6 +46,7 @@ def _functions() -> dict[str, Any]:
         "getattr": getattr,
         "set_grad_enabled": wrap_with_set_grad_enabled,
         "autocast": wrap_with_autocast,
+        "check": check,
     }
     for module in (torch.nn.functional, torch.functional, torch.linalg, torch.fft, torch.special):
         found |= _of_module(module)

@@ -6,6 +6,7 @@ once the oldest release that fxpipe supports has it too, the private one can go.
 
 import dataclasses
 import importlib.util
+import sys
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -871,3 +872,18 @@ def test_a_backward_is_run_by_the_function_that_can_be_replaced(monkeypatch):
         torch.autograd.grad(x.sum(), x)
         x.sum().backward()
     assert ran == [()] * 3
+
+
+def test_an_assertion_takes_the_truth_value_of_a_tensor():
+    """If models assert by a public function, or this one leaves a tensor's value where it is, then
+    ``ASSERT`` goes."""
+    asked = []
+
+    class Asked(torch.Tensor):
+        def __bool__(self):
+            asked.append(sys._getframe(1).f_code)
+            return True
+
+    _torch.ASSERT(torch.ones(()).as_subclass(Asked), "wrong")
+    assert asked and _torch.ASSERT.__code__ in asked
+    assert does_not_exist_in_public(torch, "assert")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +140,33 @@ def test_which_value_of_a_part_makes_a_condition_true(
     (name,) = names
     place = name.lineno, name.end_lineno, name.col_offset, name.end_col_offset
     assert conditions._decides(expression, place, True) is expected
+
+
+class Asserts(nn.Module):
+    """As models do that are to be traced by fx."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.shape[1] == 3, "three columns")
+        torch._assert((x < 100).all(), "small numbers")
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_an_assertion_by_a_function_is_one_in_the_graph(tracer: str) -> None:
+    model, rows = Asserts(), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        assert torch.equal(pipe(rows), torch.cat([model(part) for part in rows.chunk(2)]))
+        assert len(pipe.stages) == 2
+        with pytest.raises(RuntimeError, match="a check of the model's own has failed"):
+            pipe(rows + 1000)
+
+
+def test_a_model_that_asserts_is_taken_from_the_cache(tmp_path: Path) -> None:
+    for state in "kept", "from the cache":
+        with fxpipe.compile(Asserts(), ["cpu"], chunks=2, cache=tmp_path) as pipe:
+            pipe(torch.randn(4, 3))
+            assert state in str(pipe.compilations)
