@@ -54,9 +54,16 @@ class TuningTrial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What :func:`tune` has tried; ``str`` of it is a table, the best first."""
+    """What :func:`tune` has tried; ``str`` of it is a table, the best first.
+
+    Attributes:
+        trials: the ways to run the model, the best first.
+        plain: the measured seconds of a step of the model by itself, without a pipeline, on the
+            first device; None if nothing was measured, or if the device has not enough memory.
+    """
 
     trials: tuple[TuningTrial, ...]
+    plain: float | None = None
 
     @property
     def best(self) -> TuningTrial:
@@ -93,7 +100,8 @@ class Tuning:
             }
             for trial in self.trials
         ]
-        Path(path).write_text(json.dumps({"fxpipe tuning": 1, "trials": trials}, indent=1) + "\n")
+        written = {"fxpipe tuning": 1, "plain": self.plain, "trials": trials}
+        Path(path).write_text(json.dumps(written, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Tuning:
@@ -114,9 +122,10 @@ class Tuning:
                 )
                 for each in read["trials"]
             ]
+            plain = read.get("plain")  # files of earlier versions have none
+            return Tuning(tuple(trials), None if plain is None else float(plain))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no file that Tuning.save has written ({error})") from error
-        return Tuning(tuple(trials))
 
     def __rich__(self) -> Group:
         table = Table(title="tuning", title_justify="left")
@@ -139,10 +148,13 @@ class Tuning:
                 f"{trial.bubble:.0%}",
                 human_bytes(round(max(trial.memory))) + " *" * (trial in self.front),
             )
-        return Group(
-            table,
-            f"{len(shown)} of {len(self.trials)} settings fit; * none is both faster and smaller",
-        )
+        lines = [
+            f"{len(shown)} of {len(self.trials)} settings fit; * none is both faster and smaller"
+        ]
+        if self.plain is not None:
+            took = human_time(self.plain)
+            lines.append(f"without a pipeline, on the first device, a step was measured at {took}")
+        return Group(table, *lines)
 
     def __str__(self) -> str:
         return rendered(self)

@@ -49,6 +49,7 @@ from fxpipe.planning.search import (
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import NAMES
 from fxpipe.trace import CustomTracer
+from fxpipe.tuning.plain import plain_step
 from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
 from passes.common.modes import AUTO, Modes, is_never, modes_of
@@ -120,7 +121,8 @@ def tune(
             smaller.
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
-        measure: how many of the best trials are compiled and measured, each on a copy of the model.
+        measure: how many of the best trials are compiled and measured, each on a copy of the model;
+            and with these the model by itself on the first device (``Tuning.plain``).
         rounds, target: as for :meth:`Pipeline.measure`. With a target, what ``loss_fn`` saves is
             part of the memory (see ``example_target`` of :func:`fxpipe.compile`).
         progress: whether a bar shows how far the search is, where standard error is a terminal.
@@ -203,7 +205,12 @@ def tune(
         if trial.fits:
             report_progress(f"measuring {said(trial)}")
             trials[i] = _measured(trial, model, devices, given, target, rounds, kwargs)
-    return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)))
+    plain = None
+    if measure and trials and trials[0].fits:
+        report_progress("measuring the model by itself")
+        loss_fn = options.get("loss_fn")
+        plain = plain_step(model, torch.device(devices[0]), given, target, loss_fn, rounds)  # type: ignore[arg-type]
+    return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)), plain)
 
 
 def _check_loss(

@@ -116,6 +116,7 @@ def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
     assert len(measured) == 2
     assert found.best == min(measured, key=lambda trial: trial.measured)
     assert all(parameter.grad is None for parameter in model.parameters()), "copies have trained"
+    assert found.plain and "without a pipeline, on the first device, a step was" in str(found)
 
     found.save(tmp_path / "tuning.json")
     again = Tuning.load(tmp_path / "tuning.json")
@@ -123,6 +124,14 @@ def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
     with fxpipe.compile(model, ["cpu", "cpu"], **again.best.options) as pipe:
         pipe(x)
         assert pipe._runner.last()[1] == again.best.options["chunks"]
+
+
+def test_a_file_of_an_earlier_version_has_no_time_of_the_model_by_itself(tmp_path):
+    planned(schedules=["gpipe"], chunks=[2]).save(tmp_path / "t.json")
+    written = json.loads((tmp_path / "t.json").read_text())
+    assert written.pop("plain") is None, "nothing was measured"
+    (tmp_path / "t.json").write_text(json.dumps(written))
+    assert Tuning.load(tmp_path / "t.json").plain is None
 
 
 def test_the_table_shows_what_is_chosen():
