@@ -242,14 +242,17 @@ def any_kernel() -> Iterator[None]:
     """
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-        def choose(x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            # PyTorch 2.11 gives all arguments by name, later versions the first ones by position.
+            x = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
             mode = getattr(x, "fake_mode", None)
             if mode is None or mode.shape_env is None:
-                return original(x, weight, *args, **kwargs)
+                return original(*args, **kwargs)
             with mode.shape_env.suppress_guards():
                 if _is_strided_alike(x, weight):
-                    return original(x, weight, *args, **kwargs)
-            return original(x, weight, *args, **kwargs)
+                    return original(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return choose
 

@@ -846,13 +846,14 @@ def test_a_fake_says_that_it_is_where_its_description_has_it(monkeypatch):
     """If this fails, a model on several devices cannot be traced. If fake tensor modes can be told
     a device in public, ``TensorDescriber`` goes."""
     original = getattr(_torch.TensorDescriber, _torch.DESCRIBE)
+    other = torch.device("cuda:0")  # the first one, as PyTorch asks the device if there is one
 
     def describe(*args, **kwargs):
-        return dataclasses.replace(original(*args, **kwargs), device=torch.device("cuda:1"))
+        return dataclasses.replace(original(*args, **kwargs), device=other)
 
     monkeypatch.setattr(_torch.TensorDescriber, _torch.DESCRIBE, describe)
     for tensor in (torch.ones(3), nn.Parameter(torch.ones(3)), torch.ones(3)[1:]):
-        assert _torch.FakeTensorMode().from_tensor(tensor).device == torch.device("cuda:1")
+        assert _torch.FakeTensorMode().from_tensor(tensor).device == other
     assert does_not_exist_in_public(torch, "FakeTensorMode")
 
 

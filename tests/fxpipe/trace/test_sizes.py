@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
+from fxpipe.ir._torch import CONVOLUTION_KERNEL, KERNELS
 from fxpipe.trace import checks, trace
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.other_sizes import DIFFERS, REFUSED, with_proven_sizes
-from fxpipe.trace.sizes import Condition
+from fxpipe.trace.sizes import Condition, any_kernel
 from tests.fxpipe.trace.small import run
 
 
@@ -213,3 +214,24 @@ def test_a_convolution_of_a_view_gives_no_condition_where_all_kernels_give_the_s
         for size in 10, 11, 12:
             pipe(torch.randn(16, *[size] * dims, 4))
         assert len(pipe.compilations) == 2, "the second is for any size of sequences or pictures"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_kernel_of_a_convolution_is_chosen_by_arguments_by_position_or_by_name(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch 2.11 gives all of them by name, and 2.13 the first two by position."""
+    chosen: list[tuple[int, ...]] = []
+
+    def original(input: Tensor, weight: Tensor, **_: object) -> None:
+        chosen.append(tuple(input.shape))
+
+    monkeypatch.setattr(KERNELS, CONVOLUTION_KERNEL, original)
+    x, weight = torch.ones(2, 3, 4), torch.ones(5, 3, 1)
+    with any_kernel():
+        choose = getattr(KERNELS, CONVOLUTION_KERNEL)
+        if by_name:
+            choose(input=x, weight=weight, bias=None)
+        else:
+            choose(x, weight, bias=None)
+    assert chosen == [(2, 3, 4)]
