@@ -39,6 +39,7 @@ from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import (
     MOST,
+    MOST_OF_OTHERS,
     LabelCondition,
     LabelWatch,
     conditions_in,
@@ -140,15 +141,18 @@ class LaterChecks(Staging):
             )
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
-        """By what a model that returns its loss may tell which labels count: for inputs that are
-        named as labels by what its graph says, and for all by what need not be seen in it."""
+        """By what a model that returns its loss may tell which labels count: by what its graph
+        says, of which only the likeliest is for inputs that are not named as labels, since each
+        leads to a check when it is first met; and by what need not be seen in the graph."""
         of_graph = [LabelCondition("eq", IGNORED, is_sure=True), *conditions_in(mode.model_graph)]
         known = dict.fromkeys(of_graph)
-        unsure = [each for each in known if not each.is_sure]
         for i, label in enumerate(mode.labels):
-            if label.is_named:
-                chosen = [each for each in known if each not in unsure[MOST:]]
-                yield from (replace(each, place=i) for each in chosen)
+            most = MOST if label.is_named else MOST_OF_OTHERS
+            unsure = [each for each in known if not each.is_sure]
+            if not label.is_named:
+                unsure.sort(key=lambda each: not each.is_of_any_input)
+            chosen = [each for each in known if each not in unsure[most:]]
+            yield from (replace(each, place=i) for each in chosen)
             found = whatever_it_does([(i, values[label.place])])
             yield from (each for each in found if label.is_named or each.is_of_any_input)
 

@@ -18,6 +18,7 @@ errors may tip the balance.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -36,11 +37,13 @@ from fxpipe.meaning.compare import (
     Reading,
     difference,
     growing,
+    is_real,
     joined_difference,
     mean,
     put_together,
     reading,
     tolerance,
+    unit_of,
 )
 from fxpipe.meaning.listed import is_a_row, is_column, rows_of
 from fxpipe.meaning.problem import Problem
@@ -72,6 +75,10 @@ OWN = 16  # the most rows of a sample of the mini-batch's own values, which conf
 # may be a decision between nearly equal values.
 SMALL = 0.05
 LARGE = 0.5
+# A number that is nearly what its parts give has a small term that is not, if it is off by more
+# units in the last place than this, and by more times what other last bits make of it than this.
+CERTAIN = 64
+BEYOND = 16
 
 
 @dataclass(frozen=True)
@@ -346,7 +353,39 @@ def _but_for_rounding(
             if apart.largest <= allowed:
                 yield path, ways
                 continue
-        yield path, found
+        yield path, _with_small_terms(trial, path, found, rounded)
+
+
+def _with_small_terms(
+    trial: Trial,
+    path: str,
+    found: tuple[Dim, ...] | Problem,
+    rounded: Callable[[], list[tuple[dict[str, Any], float]]],
+) -> tuple[Dim, ...] | Problem:
+    """How a number is put together, or what differs, where it is nearly what its parts give: the
+    loss of a mixture of experts, say, with a thousandth of a term that balances the experts. What
+    differs is small beside the loss, but all that trains the router. So a number that is farther
+    from its parts than a few rounding errors has to be no farther than other last bits make it."""
+    whole = trial.whole.get(path)
+    if isinstance(found, Problem) or ANY in found or not isinstance(whole, Tensor):
+        return found
+    if whole.numel() != 1 or whole.is_meta or not whole.is_floating_point() or is_a_row(path):
+        return found
+    parts = [output[path] for output in trial.parts]
+    sums: list[Tensor] = [
+        mean(parts, trial.sizes) if way is MEAN else functools.reduce(operator.add, parts)
+        for way in found
+        if way in (MEAN, SUM)
+    ]
+    scale = max(abs(each.item()) for each in (whole, *parts))
+    apart = min((abs(whole.item() - each.item()) for each in sums), default=0.0)
+    if not apart > CERTAIN * unit_of(whole) * scale:
+        return found
+    others = [outputs.get(path) for outputs, _ in rounded()]
+    effects = [abs(whole.item() - each.item()) for each in others if isinstance(each, Tensor)]
+    if not effects or not apart > BEYOND * max(effects):
+        return found
+    return _no_mean(path, whole, parts, trial, Difference(apart, scale, 1.0))
 
 
 def _told_from_a_mean(
@@ -721,16 +760,30 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
     )
 
 
+def confirmed(trial: Trial, path: str, dim: Dim) -> Problem | None:
+    """What is wrong with putting a number together in this way, for one more sample; None if
+    nothing is."""
+    given = [output.get(path) for output in (trial.whole, *trial.parts)]
+    numbers = [each for each in given if isinstance(each, Tensor) and each.numel() == 1]
+    if len(numbers) < len(given) or not is_real(numbers[0]):
+        return None
+    whole, *parts = numbers
+    scale = max(abs(each.item()) for each in parts)
+    apart = difference(whole, put_together(dim, parts, trial.sizes).to(whole.dtype), scale)
+    return _no_mean(path, whole, parts, trial, apart) if apart else None
+
+
 def _no_mean(
     path: str, whole: Tensor, parts: list[Tensor], trial: Trial, apart: Difference | None
 ) -> Problem:
     """The problem of a number that is neither a mean over the rows nor a sum."""
-    sizes = " and ".join(map(str, trial.sizes))
+    sizes, few = " and ".join(map(str, trial.sizes)), 4
+    of = f"{sizes} of them" if len(trial.sizes) <= few else f"{len(trial.sizes)} micro-batches"
     so, other = told_apart(whole.item(), mean(parts, trial.sizes).item())
     return Problem(
         path,
         f"{path} is neither a mean over the rows nor a sum: it is {so} for {sum(trial.sizes)} rows "
-        f"made from those of the example, and {other} as the mean of {sizes} of them",
+        f"made from those of the example, and {other} as the mean of {of}",
         is_scalar=True,
         difference=apart,
     )

@@ -42,11 +42,16 @@ class Difference:
 def tolerance(tensor: Tensor) -> float:
     """The largest difference that rounding errors explain, relative to the largest value. There are
     such errors because kernels may sum in another order for another number of rows."""
+    eps = unit_of(tensor)
+    return max(16 * eps, 0.3 * float(eps**0.5))
+
+
+def unit_of(tensor: Tensor) -> float:
+    """The unit in the last place of what a tensor has been computed in, relative to its value."""
     dtype = tensor.dtype
     if torch.is_autocast_enabled(tensor.device.type):
         dtype = torch.get_autocast_dtype(tensor.device.type)
-    eps = torch.finfo(dtype).eps
-    return float(max(16 * eps, 0.3 * eps**0.5))
+    return float(torch.finfo(dtype).eps)
 
 
 def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:

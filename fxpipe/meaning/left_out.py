@@ -33,6 +33,8 @@ from fxpipe.runtime.streams import current, has_streams
 MOST = 16
 """How many conditions of a loss are looked at: a loss may compare labels with each of its classes,
 and these are rarely in equal shares in the first mini-batch."""
+MOST_OF_OTHERS = 4
+"""How many of them are looked at in inputs that are not named as labels."""
 _MEAN = 1  # how the operators call the reduction "mean"
 
 _aten = torch.ops.aten

@@ -11,13 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.ir.tensors import memory_bytes
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import OWN, Question, Trial, Verdict, check, of_own_values, taken
+from fxpipe.meaning.check import (
+    OWN,
+    SIZES,
+    Question,
+    Trial,
+    Verdict,
+    check,
+    confirmed,
+    of_own_values,
+    taken,
+)
 from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
@@ -25,6 +37,7 @@ from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
+from fxpipe.meaning.stirred import in_place_of_zeros, stirred
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,
@@ -36,6 +49,9 @@ from fxpipe.trace import untouched
 
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
+
+LARGEST = 2**26
+"""The most bytes of the outputs of all rows of a mini-batch for which a loss is checked."""
 
 FACTORS = torch.tensor([1.0, 6.0, 2.0, 4.0, 0.5])
 """By what the outputs for different rows are multiplied."""
@@ -133,6 +149,8 @@ class _LossOfTarget:
         self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places), 0]
         some = Structure.of(inputs)[0]
         self.device = some[0].device if some else None
+        # A term of parameters that are zero so far, such as logarithms of variances, does not show.
+        self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -155,6 +173,9 @@ class _LossOfTarget:
         been trained, all rows have nearly the same loss, so that it hardly matters how much each of
         them counts."""
         output = self.asking.runs.output_of(tensors[: self.count])
+        return self._loss_apart(output, tensors)
+
+    def _loss_apart(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
         found, structure = Structure.of(output)
         for i, (tensor, path) in enumerate(zip(found, structure.paths(), strict=True)):
             dim, factors = self.out_dims.get(path), tensors[-1]
@@ -170,7 +191,7 @@ class _LossOfTarget:
     def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
         # The loss may draw random numbers, and a module may count its calls, say.
         own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
-        with untouched(self.model), own, torch.no_grad(), self.left_out:
+        with untouched(self.model), own, torch.no_grad(), self.left_out, stirred(self._values):
             return self.loss(output, self.filled(tensors)), None
 
     def weigh(self, function: Callable[..., Any]) -> Weigh:
@@ -186,6 +207,49 @@ class _LossOfTarget:
                 return verdict
         return self._checked(self.run)
 
+    def _of_all_rows(self) -> list[Trial]:
+        """A sample of as many rows as the mini-batch has, cut as a step cuts it: a loss may go by
+        their number, as one does that takes at least so many of the largest errors.
+
+        Its outputs are those of the two rows that are known, again and again, with other factors,
+        so that the model need not run on all rows. There is none where that cannot be made, or
+        would be larger than a whole mini-batch's outputs may be.
+        """
+        if not self.out_dims or any(map(is_column, self.tensors)):
+            return []
+        cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
+        rows, known = min(cut), min(2, *cut)  # a target may be of a smaller mini-batch
+        sizes = self.asked.sizes(rows)
+        if rows <= max(map(sum, SIZES)) or len(sizes) < 2:
+            return []
+        try:
+            few = self.asking.runs.output_of(
+                part(self.tensors[: self.count], self.dims[: self.count], 0, known)
+            )
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return []
+        found, structure = Structure.of(few)
+        dims = [self.out_dims.get(path) for path in structure.paths()]
+        size = sum(memory_bytes(t) for t, d in zip(found, dims, strict=True) if d is not None)
+        if size * rows > known * LARGEST or any(
+            dim is not None and tensor.shape[dim] != known
+            for tensor, dim in zip(found, dims, strict=True)
+        ):
+            return []
+
+        def loss(tensors: list[Tensor]) -> Any:
+            places = torch.arange(len(tensors[-1])) % known
+            repeated = [
+                tensor if dim is None else tensor.index_select(dim, places.to(tensor.device))
+                for tensor, dim in zip(found, dims, strict=True)
+            ]
+            return self._loss_apart(structure.fill(repeated), tensors)[0]
+
+        tensors = part(self.tensors, self.dims, 0, rows)
+        return taken(loss, Trial(sizes, GIVEN, tensors, {}, []), self.dims)
+
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
         question = Question(run, self.tensors, self.dims, counts=self.asked.counts)
         verdict = check(question, is_likely=True)
@@ -198,6 +262,12 @@ class _LossOfTarget:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
         asked, verdict = self.asked, self.verdict()
         self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
+        if self.is_clear and asked.check and not verdict.problems:
+            for trial in self._of_all_rows():
+                problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
+                weighs = asked.loss_weight is not None  # then it is compared with the weights
+                problems = [] if problem is None or weighs else [problem]
+                verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:

@@ -269,6 +269,9 @@ def _perturbed(
         if not finite.numel():
             return rows
         low, high = finite.min(), finite.max()
+        if low == high == 1 and not _has_one_a_row(example, dim):
+            # It may be a mask in which all count.
+            return rows * torch.randint(2, rows.shape, generator=draw).to(rows)
         if low == high or not bool((finite == finite.round()).all()):
             noise = torch.rand(rows.shape, generator=draw).to(rows)
             return _shaken(rows, low, high, noise)
@@ -354,10 +357,14 @@ def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -
     if rows.dtype not in (torch.bool, torch.uint8) and bool((flat == flat[0]).all()):
         if rows.is_floating_point() or flat[0] < 0:
             return rows
-        more = torch.randint(2, rows.shape, generator=draw)
-        if _has_one_a_row(more, dim):
-            more.select(dim, -1).fill_(1)
-        return _unlike(rows + more.to(rows.dtype), flat, dim, draw)
+        # Smaller ones, as they may be lengths of rows that are full, or a mask in which all count.
+        other = -1 if flat[0] > 0 else 1
+        moved = torch.randint(2, rows.shape, generator=draw)
+        if _has_one_a_row(moved, dim):
+            moved.select(dim, 0).fill_(0)
+            moved.select(dim, -1).fill_(1)
+        both = torch.stack([flat[0], flat[0] + other])
+        return _unlike(rows + other * moved.to(rows.dtype), both, dim, draw)
     return _unlike(flat[torch.randint(flat.numel(), rows.shape, generator=draw)], flat, dim, draw)
 
 

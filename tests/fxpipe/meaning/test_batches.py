@@ -175,9 +175,7 @@ def test_a_loss_that_compares_with_infinity_is_told_of_with_what_makes_it_right(
         return torch.randn(ROWS, 20, 8), target
 
     with fxpipe.compile(model, TWO, chunks=4, loss_fn=ctc) as pipe:
-        x, target = batch(FULL)
-        assert not told(pipe, x, target=target)
-        x, target = batch(UNEVEN)
+        x, target = batch(FULL)  # of which some may be shorter in a later batch
         (said,) = told(pipe, x, target=target)
         assert "inf" not in said
     weight = 'lambda target: target["length"].sum()'

@@ -136,13 +136,34 @@ def mean_within_lengths(output, target):
     return (nll(output, labels) * is_within).sum() / is_within.sum()
 
 
-def test_lengths_that_were_all_equal_are_noticed_once_they_are_not():
+def test_lengths_that_are_all_equal_may_be_shorter_in_a_later_batch():
     with pipeline(mean_within_lengths) as pipe:
         x, y = batch()
         full, uneven = torch.tensor([3, 3, 3, 3]), torch.tensor([3, 3, 1, 2])
-        assert told(lambda: pipe.step(x, target=(y, full))) == []
-        assert len(told(lambda: pipe.step(x, target=(y, uneven)))) == 1
+        (text,) = told(lambda: pipe.step(x, target=(y, full)))
+        assert "loss_weight=lambda target: target[1].sum()" in text
         assert told(lambda: pipe.step(x, target=(y, uneven))) == []
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 3), torch.ones(4, 3, dtype=torch.long)])
+@pytest.mark.parametrize("is_met", [lambda m: m == 1, lambda m: m > 0.5, lambda m: m.bool()])
+def test_a_mask_in_which_all_count_has_others_in_which_some_do_not(mask, is_met):
+    """And no values beside 0 and 1, by which a right ``loss_weight`` would be wrong."""
+
+    def loss_fn(output, target):
+        labels, mask = target
+        counts = is_met(mask)
+        return (nll(output, labels) * counts).sum() / counts.sum()
+
+    x, y = batch()
+    with pipeline(loss_fn, loss_weight=lambda target: target[1].sum()) as pipe:
+        assert told(lambda: pipe.step(x, target=(y, mask))) == []
+
+
+def test_full_lengths_do_not_make_a_right_weight_wrong():
+    with pipeline(mean_within_lengths, loss_weight=lambda target: target[1].sum()) as pipe:
+        x, y = batch()
+        assert told(lambda: pipe.step(x, target=(y, torch.tensor([3, 3, 3, 3])))) == []
 
 
 def apart(output, target):

@@ -66,7 +66,7 @@ def test_of_one_integer_a_row_the_first_or_the_last_row_alone_has_the_largest(le
 
 def test_also_where_all_rows_of_the_example_have_it():
     (found,) = sampled([torch.full((8,), 5)], [0], 3, MIXED, 0)
-    assert sorted(found.tolist()) == [5, 5, 6]
+    assert sorted(found.tolist()) == [4, 4, 5]  # shorter ones, as rows of this length may be full
 
 
 def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
