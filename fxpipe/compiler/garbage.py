@@ -24,6 +24,10 @@ from contextlib import contextmanager
 
 from fxpipe.ir.heap import give_back
 
+OF_PYTHON = 10_000
+"""Fewer objects than that are frozen by nobody else: Python 3.12 freezes some hundreds of its own,
+as it starts. Who calls ``gc.freeze`` freezes what an imported PyTorch has, half a million."""
+
 _lock = threading.Lock()
 _users = 0  # how many compilations are under way, in all threads
 _has_frozen = False
@@ -38,7 +42,7 @@ def older_objects_set_aside() -> Iterator[None]:
     """
     global _users, _has_frozen
     with _lock:
-        if not _users and not gc.get_freeze_count():
+        if not _users and gc.get_freeze_count() < OF_PYTHON:
             gc.collect(1)  # else what is garbage already would stay for as long as the compilation
             gc.freeze()
             _has_frozen = True

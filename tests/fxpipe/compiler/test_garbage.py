@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler.garbage import older_objects_set_aside
+from fxpipe.compiler.garbage import OF_PYTHON, older_objects_set_aside
 
 
 class Cycle:
@@ -21,9 +21,9 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen():
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count() < OF_PYTHON
     yield
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count() < OF_PYTHON
 
 
 def test_older_objects_are_not_searched_and_newer_ones_are():
@@ -54,7 +54,7 @@ def test_objects_are_set_aside_until_the_last_of_several_compilations_ends():
     with older_objects_set_aside():
         with older_objects_set_aside():
             pass
-        assert gc.get_freeze_count()
+        assert gc.get_freeze_count() > OF_PYTHON
 
 
 def test_what_somebody_else_has_frozen_stays_frozen():
@@ -79,7 +79,7 @@ def test_a_model_is_compiled_so_also_if_that_fails():
     with fxpipe.compile(nn.Sequential(Counts(), nn.Linear(4, 4)), ["cpu"] * 2) as pipe:
         with pytest.raises(RuntimeError):
             pipe(torch.randn(4, 5))
-        assert Counts.frozen and all(Counts.frozen)
+        assert Counts.frozen and min(Counts.frozen) > OF_PYTHON
         pipe(torch.randn(4, 4))
 
 
