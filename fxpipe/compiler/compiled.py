@@ -105,7 +105,7 @@ class Mode:
     of_model: Batches = field(default_factory=Batches)
     """Says which mini-batches a model that returns its loss is checked with once more."""
     of_loss: Batches = field(default_factory=Batches)
-    """The same for the loss function."""
+    """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
     loss_dims: dict[Any, Dim] = field(default_factory=dict)

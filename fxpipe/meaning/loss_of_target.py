@@ -219,8 +219,7 @@ class _LossOfTarget:
             return []
         cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
         rows, known = min(cut), min(2, *cut)  # a target may be of a smaller mini-batch
-        sizes = self.asked.sizes(rows)
-        if rows <= max(map(sum, SIZES)) or len(sizes) < 2:
+        if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
             return []
         try:
             few = self.asking.runs.output_of(
@@ -265,7 +264,7 @@ class _LossOfTarget:
         if self.is_clear and asked.check and not verdict.problems:
             for trial in self._of_all_rows():
                 problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
-                weighs = asked.loss_weight is not None  # then it is compared with the weights
+                weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]
                 verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
         if asked.loss_weight is not None:

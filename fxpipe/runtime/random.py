@@ -237,10 +237,14 @@ class borrowed(alone):
     def __enter__(self) -> None:
         super().__enter__()
         try:
-            self._before = RandomState(self._devices)
+            self._before = self._kept()
         except BaseException:
             super().__exit__()
             raise
+
+    def _kept(self) -> RandomState | _KeptGenerator:
+        """The states to which the generators go back."""
+        return RandomState(self._devices)
 
     def __exit__(self, *raised: object) -> None:
         try:
@@ -269,26 +273,15 @@ class seeded(borrowed):
             raise
 
 
-class _seeded_one(alone):
-    """As :class:`seeded`, for the default generator of one device only."""
+class _seeded_one(seeded):
+    """As :class:`seeded`, for one generator only."""
 
     def __init__(self, seed: int, generator: torch.Generator) -> None:
-        self._seed, self._generator = seed, generator
+        super().__init__(seed, ())
+        self._generator = generator
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        try:
-            self._before = _KeptGenerator(self._generator)
-            self._generator.manual_seed(self._seed)
-        except BaseException:
-            super().__exit__()
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            self._before.put_back()
-        finally:
-            super().__exit__(*raised)
+    def _kept(self) -> _KeptGenerator:
+        return _KeptGenerator(self._generator)
 
 
 def derived_seed(seed: int, index: int, number: int = 0) -> int:
