@@ -94,8 +94,8 @@ class LaneFunction:
         Args:
             call: the call of the program. It has the ``inboxes`` of the lanes and the ``error`` of
                 a lane that has failed; ``drop()`` raises an exception, which ends the lane's part;
-                ``on(device)`` is a context with that current device. A function that runs alone enters
-                it once for all neighbouring instructions of a device.
+                ``on(device)`` is a context with that current device. A function that runs alone
+                enters it once for all neighbouring instructions of a device.
             values: those of the inputs.
             time: a function that is called with each node and a function that computes the node's
                 value, and returns that value.
