@@ -25,6 +25,7 @@ from fxpipe.runtime import shared as _shared
 from fxpipe.runtime import step as _step
 from fxpipe.runtime.checkpointing import checkpoint as _checkpoint
 from fxpipe.runtime.checkpointing.checkpoint import Handle
+from fxpipe.runtime.checkpointing.offload import Offload
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.ranks.replicas import Gradients
@@ -270,8 +271,24 @@ def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
 
 
 @_op
-def recompute(values: Any, handle: Handle | None) -> Any:
-    """Pass values on, and in the backward run the checkpointed stage of the handle again.
+def offloaded(stage: nn.Module, source: str, *args: Any) -> tuple[Any, Offload | None]:
+    """Run a stage, and move its activations from the source stream's device to the host's memory.
+
+    Returns the stage's output, and a handle by which :func:`recompute` begins to bring them back.
+
+    ::
+
+        args --- stage --- output
+                   :
+        saved tensors ..[link]. host ..[link]. saved tensors, for the backward
+    """
+    return _checkpoint.offloaded(stage, source, *args)
+
+
+@_op
+def recompute(values: Any, handle: Handle | Offload | None) -> Any:
+    """Pass values on, and in the backward run the checkpointed stage of the handle again; or begin
+    to bring back the activations of a stage that are on the host (:func:`offloaded`).
 
     The stage's own backward comes after that, so that the gradient is copied meanwhile.
 
@@ -379,7 +396,11 @@ def update_statistics(
 
 @_op
 def forward(
-    stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
+    stage: nn.Module,
+    args: tuple[Any, ...],
+    passed: Sequence[int],
+    single: bool,
+    checkpoint: bool | str,
 ) -> tuple[tuple[Any, ...], Tape]:
     """Run the forward of a stage for a micro-batch, in a training step.
 
@@ -392,7 +413,8 @@ def forward(
     Args:
         passed: the indices of those arguments that are passed on to later stages.
         single: whether the stage returns one result, and not a tuple of results.
-        checkpoint: whether no activations are kept, so that the backward runs the stage again.
+        checkpoint: whether no activations are kept, so that the backward runs the stage again; or
+            "offload": they are kept until :func:`offload` moves them to the host.
 
     Returns the results followed by the arguments that are passed on, and the tape, which is the
     recorded autograd graph.
@@ -491,6 +513,30 @@ def replay(tape: Tape) -> None:
         arguments --- stage --- tape
     """
     _step.replay(tape)
+
+
+@_op
+def offload(tape: Tape, source: str) -> None:
+    """Begin to move the activations of a tape from the source stream's device to the host's memory,
+    without waiting.
+
+    ::
+
+        forward --- tape ..[source stream's link]. host
+    """
+    _step.offload(tape, source)
+
+
+@_op
+def reload(tape: Tape) -> None:
+    """Begin to bring the activations of a tape back from the host's memory, without waiting. The
+    backward waits for them.
+
+    ::
+
+        host ..[link]. tape --- backward
+    """
+    _step.reload(tape)
 
 
 @_op
@@ -742,6 +788,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     portal_copy,
     portal_orange,
     checkpoint,
+    offloaded,
     recompute,
     share,
     lend,
@@ -757,6 +804,8 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     weight_grad,
     added,
     replay,
+    offload,
+    reload,
     send,
     replicate,
     gathered,

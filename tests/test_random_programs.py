@@ -14,13 +14,16 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxpipe
+from fxpipe.runtime.checkpointing import offload
 from fxpipe.schedule import (
     AUTO,
     NAMES,
@@ -33,7 +36,7 @@ from fxpipe.schedule import (
     named,
     stages_per_lane,
 )
-from passes.common.modes import checkpointed
+from passes.common.modes import away, is_recomputed
 from passes.partition.cut.dag import OUTSIDE
 from passes.partition.problem import problem
 from tests.zoo import gradients, loss_of, same, step_of_loop
@@ -79,6 +82,13 @@ class Case:
         return [("cpu", "cpu:0")[lane % self.names] for lane in range(lanes)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def however_small():
+    """Let small tensors move to the host, too, with ``checkpoint="offload"``."""
+    with mock.patch.object(offload, "SMALL", 1):
+        yield
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     steps = []
@@ -87,7 +97,7 @@ def cases(draw: st.DrawFn) -> Case:
         # Mostly the values made last are used, so that programs are deep, with skips.
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
-    checkpoint = draw(st.sampled_from(["never", "except_last", "always"]))
+    checkpoint = draw(st.sampled_from(["never", "except_last", "always", "offload"]))
     numbers = st.integers(1, 3)
     return Case(
         steps,
@@ -96,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
         batch=draw(st.integers(1, 6)),
         checkpoint=checkpoint,
         outputs=draw(st.lists(st.integers(1, len(steps)), max_size=2)),
-        segments=1 if checkpoint == "never" else draw(numbers | st.tuples(numbers, numbers)),
+        segments=draw(numbers | st.tuples(numbers, numbers)) if is_recomputed(checkpoint) else 1,
         names=draw(st.integers(1, 2)),
     )
 
@@ -465,7 +475,7 @@ def schedule_of(training: Training, microbatches: int, rng: random.Random) -> Sc
     lanes, stages = training.lanes, training.case.stages
     if training.schedule == RANDOM:
         case = training.case
-        again = checkpointed(case.checkpoint, microbatches) if case.segments == 1 else 0
+        again = away(case.checkpoint, microbatches) if case.segments == 1 else 0
         return any_schedule(lanes, stages, microbatches, again, rng)
     if training.schedule == AUTO:
         costs = [StageCost(*(rng.uniform(0.1, 1) for _ in range(3))) for _ in range(stages)]

@@ -36,7 +36,7 @@ from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import Timeline
-from passes.common.modes import is_never
+from passes.common.modes import OFFLOAD, is_never
 from passes.common.segments import in_words
 from passes.partition.pieces import heaviest, kept_whole
 
@@ -280,7 +280,8 @@ class Explaining:
             sentences.append("The cut is yours, by partition=.")
         if not is_never(self.layout.modes):
             kept = in_words(self.layout.modes, self.layout.segments)
-            sentences.append(f"What stages recompute (checkpoint): {kept}.")
+            what = "recompute, or have on the host" if OFFLOAD in kept else "recompute"
+            sentences.append(f"What stages {what} (checkpoint): {kept}.")
         return sentences
 
     def _speed(self, compiled: Replanned, now: Plan) -> list[str]:

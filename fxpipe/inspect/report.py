@@ -178,6 +178,9 @@ class Report:
         if not self.training:
             said = ", without gradients"
         lines = [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
+        if self.timeline.host_memory:
+            on_host = human_bytes(round(self.timeline.host_memory))
+            lines.append(f"activations that wait in the host's memory (predicted): {on_host}")
         if self.unknown_loss:
             lines.append(f"the cut has not counted what the loss saves: {self.unknown_loss}")
         return lines

@@ -40,6 +40,7 @@ from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
     estimated_costs,
+    host_links,
     in_segments,
     measured_costs,
     predicted,
@@ -333,7 +334,12 @@ class Views:
         costs."""
         _, chunks = self._runner.reported()
         if self.measured is not None:
-            costs = measured_costs(self.measured, len(self.stages))
+            pairs = zip(
+                measured_costs(self.measured, len(self.stages)),
+                self._estimated(chunks),
+                strict=True,
+            )
+            costs = [replace(found, offloaded=own.offloaded) for found, own in pairs]
             return self._simulated(chunks, costs)
         return self._simulated(chunks, self._estimated(chunks))
 
@@ -366,7 +372,15 @@ class Views:
                 kept[i] = in_segments(kept[i], modes[i], segmented(self.stages[i].module, number))
         loss = self._runner.described()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
-        found = predicted(schedule, costs, layout, options.names, memory, training=options.training)
+        found = predicted(
+            schedule,
+            costs,
+            layout,
+            options.names,
+            memory,
+            training=options.training,
+            hosts=host_links(options.specs),
+        )
         return replace(found, lanes=tuple(self.lane_names))
 
     @property

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GIB = 2**30
-OPTIONAL_RATES = "half_flops_per_s", "full_flops_per_s"
+OPTIONAL_RATES = "half_flops_per_s", "full_flops_per_s", "host_bytes_per_s"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class DeviceSpec:
         link_bytes_per_s: the bandwidth of the link to other devices, one way.
         link_latency_s: seconds that a tensor takes over the link, beside those for its bytes.
         launch_s: seconds that any operator costs, even if it computes nothing.
+        host_bytes_per_s: the bandwidth of the link to the host's memory, one way, where activations
+            may wait for their backward; None: there is no such memory beside the device's own.
     """
 
     name: str = "cpu core"
@@ -47,6 +49,7 @@ class DeviceSpec:
     link_latency_s: float = 5e-6
     launch_s: float = 2e-6
     full_flops_per_s: float | None = None
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         rates = "flops_per_s", "bytes_per_s", "link_bytes_per_s", *OPTIONAL_RATES
@@ -89,20 +92,27 @@ class DeviceSpec:
 
 
 CPU_CORE = DeviceSpec()
-ACCELERATOR = DeviceSpec("accelerator", 1e13, None, 5e11, None, 1.6e10, 1e-5, 5e-6)
+ACCELERATOR = DeviceSpec("accelerator", 1e13, None, 5e11, None, 1.6e10, 1e-5, 5e-6, None, 1.6e10)
 """An accelerator that is not known by its name, with links as fast as PCI Express 3.0."""
 
-# Peaks of the vendors' data sheets: dense, without sparsity.
+# Peaks of the vendors' data sheets: dense, without sparsity. The links to the host are PCI Express
+# 3.0, 4.0 and 5.0, with 16 lanes each.
+_V100 = DeviceSpec("v100", 15.7e12, 125e12, 900 * GB, 32 * GIB, 25 * GB, 10e-6, 5e-6)
+_A100 = DeviceSpec("a100", 156e12, 312e12, 2039 * GB, 80 * GIB, 300 * GB, 10e-6, 4e-6, 19.5e12)
+_H100 = DeviceSpec("h100", 495e12, 989e12, 3350 * GB, 80 * GIB, 450 * GB, 10e-6, 4e-6, 67e12)
+_H200 = DeviceSpec("h200", 495e12, 989e12, 4800 * GB, 141 * GB, 450 * GB, 10e-6, 4e-6, 67e12)
 KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
     {
         spec.name: spec
         for spec in (
             CPU_CORE,
-            DeviceSpec("p40", 11.8e12, None, 346 * GB, 24 * GB, 12 * GB, 10e-6, 5e-6),
-            DeviceSpec("v100", 15.7e12, 125e12, 900 * GB, 32 * GIB, 25 * GB, 10e-6, 5e-6),
-            DeviceSpec("a100", 156e12, 312e12, 2039 * GB, 80 * GIB, 300 * GB, 10e-6, 4e-6, 19.5e12),
-            DeviceSpec("h100", 495e12, 989e12, 3350 * GB, 80 * GIB, 450 * GB, 10e-6, 4e-6, 67e12),
-            DeviceSpec("h200", 495e12, 989e12, 4800 * GB, 141 * GB, 450 * GB, 10e-6, 4e-6, 67e12),
+            DeviceSpec(
+                "p40", 11.8e12, None, 346 * GB, 24 * GB, 12 * GB, 10e-6, 5e-6, None, 16 * GB
+            ),
+            replace(_V100, host_bytes_per_s=16 * GB),
+            replace(_A100, host_bytes_per_s=32 * GB),
+            replace(_H100, host_bytes_per_s=64 * GB),
+            replace(_H200, host_bytes_per_s=64 * GB),
         )
     }
 )

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.cost import Cost, batch_bytes, cost_of
+from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import ACTION, MICROBATCH, SAVED, STAGE, VALUE, attribute, is_work, stage_nodes
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.ir.workspace import StageWorkspace, stage_workspaces, workspace_of
@@ -36,7 +37,7 @@ from fxpipe.schedule import (
     simulate,
     simulate_forwards,
 )
-from passes.common.modes import Modes, checkpointed, of_stages, recomputed
+from passes.common.modes import OFFLOAD, Modes, away, checkpointed, of_stages, offloaded, recomputed
 from passes.common.segments import Segments, counts
 from passes.common.skips import Hop, SkipLayout
 
@@ -52,12 +53,13 @@ def estimated_costs(
     A backward is split in two equal halves, for the gradients of the inputs and of the parameters,
     as for a matrix product. A checkpointed micro-batch runs its forward again. Of a stage that does
     so in several ``segments``, all but the last segment wait until the backward has come to them,
-    so that these count as part of the backward, as the average over the micro-batches.
+    so that these count as part of the backward, as the average over the micro-batches. Of a stage
+    whose activations wait in the host's memory, a micro-batch moves its ``activation_bytes``.
     """
     found, modes = [], of_stages(checkpoint, len(costs))
     parts = counts(segments, checkpoint, len(costs))
     for cost, mode, count in zip(costs, modes, parts, strict=True):
-        again = recomputed(mode, chunks)
+        again, is_moved = recomputed(mode, chunks), mode == OFFLOAD
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         last = forward / count  # the segment that is recomputed ahead of the whole backward
         found.append(
@@ -65,8 +67,9 @@ def estimated_costs(
                 forward,
                 half + again * (forward - last),
                 half,
-                recompute=last,
+                recompute=0.0 if is_moved else last,
                 checkpointed=checkpointed(mode, chunks),
+                offloaded=cost.activation_bytes / chunks if is_moved else 0.0,
             )
         )
     return found
@@ -137,6 +140,15 @@ def traffic(
     return [Edge(*ends, there[ends] / chunks, back[ends] / chunks) for ends in there], once
 
 
+def host_links(specs: Sequence[DeviceSpec]) -> dict[int, Link]:
+    """The links of lanes to the host's memory, of those whose devices have one."""
+    return {
+        lane: Link(spec.link_latency_s, spec.host_bytes_per_s)
+        for lane, spec in enumerate(specs)
+        if spec.host_bytes_per_s
+    }
+
+
 def predicted(
     schedule: Schedule,
     costs: Sequence[StageCost],
@@ -145,9 +157,10 @@ def predicted(
     memory: Memory | None = None,
     *,
     training: bool = True,
+    hosts: Mapping[int, Link] | None = None,
 ) -> Timeline:
     """Simulate a training step of a pipeline, or a call of it if ``training`` is False. ``devices``
-    has the name of each stage's device.
+    has the name of each stage's device, and ``hosts`` the links of lanes to the host's memory.
 
     A copy between different devices takes the time of a link such as PCIe; a copy within one device
     takes none.
@@ -156,12 +169,12 @@ def predicted(
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
-    links = Links(edges, between=between, once=once)
+    links = Links(edges, between=between, once=once, host=hosts or {})
     if not training:
         return simulate_forwards(schedule, costs, links, memory)
-    return simulate(
-        joined(schedule, [(edge.source, edge.target) for edge in edges]), costs, links, memory
-    )
+    order = joined(schedule, [(edge.source, edge.target) for edge in edges])
+    away = [stage for stage, cost in enumerate(costs) if cost.offloaded]
+    return simulate(order.reloading(away), costs, links, memory)
 
 
 @dataclass(frozen=True)
@@ -313,15 +326,23 @@ def step_memory(
     fixed = [0.0] * (1 + max(placement))
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed
+    hosts = offloaded(checkpoint, len(stages))
+    stages = [
+        replace(stage, inputs=0.0, recomputed=None) if i in hosts else stage
+        for i, stage in enumerate(stages)
+    ]
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
-        checkpointed=[checkpointed(mode, chunks) for mode in of_stages(checkpoint, len(stages))],
+        checkpointed=[away(mode, chunks) for mode in of_stages(checkpoint, len(stages))],
         inputs=[stage.inputs / chunks for stage in stages],
         recomputed=[stage.activations_at_once / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,
-        kept_inputs=[stage.kept_inputs / chunks for stage in stages],
+        kept_inputs=[
+            0.0 if i in hosts else stage.kept_inputs / chunks for i, stage in enumerate(stages)
+        ],
+        offloaded=hosts,
         running=_running(stages, chunks, loss),
     )
 

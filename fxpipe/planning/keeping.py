@@ -4,10 +4,10 @@ where the compiler chooses it (``checkpoint="auto"``, ``checkpoint_segments="aut
 ::
 
     cut       chooses a way for each stage, by the memory that stages have room for
-    stricter  as long as the simulated step does not fit: one stage more is recomputed, or one is
-              recomputed in more segments
+    stricter  as long as the simulated step does not fit: one stage more is recomputed, one is
+              recomputed in more segments, or one has its activations on the host
     milder    then: each stage that need not be recomputed is not, and none in more segments than it
-              has to be, if the step takes no longer
+              has to be, if the step takes no longer; and each goes another way that takes less time
 
 A way is a mode and a number of segments. The cut and the ways are chosen together, since a stage
 that has room keeps more and recomputes less, and so can take more layers (Sun et al., "AdaPipe",
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
 from fxpipe.planning.result import ROUNDING
-from passes.common.modes import MODES, of_stages
+from passes.common.modes import of_stages, recomputing_less
 from passes.common.segments import counts
 
 
@@ -58,9 +58,15 @@ class Keeping:
         if self.short(step) > 0:
             return step
         for stage in self._by_recomputation(step):
-            for way in self._milder_ways(step, stage):
+            ways = self.lanes.ways(self.cut, stage)
+            now = ways.index(self._ways(step)[stage])
+            for i, way in enumerate(ways):
+                # A way that recomputes less may take as long, another one has to take less time.
+                margin = ROUNDING if i < now else -ROUNDING
+                if i == now or (i > now and now == 0):
+                    continue
                 other = self._with(step, stage, way)
-                is_slower = other.timeline.makespan > step.timeline.makespan * (1 + ROUNDING)
+                is_slower = other.timeline.makespan > step.timeline.makespan * (1 + margin)
                 if not is_slower and self.short(other) <= 0:
                     step = other
                     break
@@ -78,19 +84,15 @@ class Keeping:
         parts = counts(step.segments, step.modes, stages)
         return list(zip(of_stages(step.modes, stages), parts, strict=True))
 
-    def _milder_ways(self, step: PlannedStep, stage: int) -> list[tuple[str, int]]:
-        """The ways in which a stage would recompute less, or as much in fewer segments."""
-        ways = self.lanes.ways(self.cut, stage)
-        return ways[: ways.index(self._ways(step)[stage])]
-
     def _stricter_ways(self, step: PlannedStep, stage: int) -> list[tuple[str, int]]:
         """The ways in which a stage could need less memory: it recomputes more, or as much in other
-        segments. More of them have smaller activations, but more inputs, so that which number needs
-        least is for the simulation to say."""
+        segments, or has its activations on the host. More segments have smaller activations, but
+        more inputs, so that which number needs least is for the simulation to say."""
         now = self._ways(step)[stage]
-        least = MODES.index(now[0])
-        ways = self.lanes.ways(self.cut, stage)
-        return [way for way in ways if way != now and MODES.index(way[0]) >= least]
+        less = recomputing_less(now[0])
+        return [
+            way for way in self.lanes.ways(self.cut, stage) if way != now and way[0] not in less
+        ]
 
     def _with(self, step: PlannedStep, stage: int, way: tuple[str, int]) -> PlannedStep:
         """The step in which one stage goes another way."""

@@ -17,6 +17,7 @@ from fxpipe.planning.estimates import (
     LossMemory,
     StageMemory,
     estimated_costs,
+    host_links,
     in_segments,
     stage_memory,
     step_memory,
@@ -42,7 +43,8 @@ from fxpipe.schedule import (
 from fxpipe.schedule.choice import AUTO
 from fxpipe.schedule.recomputation import recomputed_cells
 from passes.chain import Chain, ToStages, run
-from passes.common.modes import Modes, of_stages, plain
+from passes.common.modes import AUTO as AUTO_MODES
+from passes.common.modes import OFFLOAD, Modes, of_stages, plain
 from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest, ways
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
@@ -228,12 +230,19 @@ class PlannedLanes:
         stages = len(cut.devices)
         found = [
             (of_stages(modes, stages)[stage], counts(segments, modes, stages)[stage])
-            for modes, segments in ways(self.checkpoint, self.checkpoint_segments)
+            for modes, segments in self._all_ways
         ]
+        if self.checkpoint == AUTO_MODES and not cut.devices[stage].host_bytes_per_s:
+            found = [(mode, number) for mode, number in found if mode != OFFLOAD]
         if is_open(self.checkpoint_segments, self.checkpoint):
             most = 1 if stage in self._recomputed else cut.most_segments(stage)
             found = [(mode, number) for mode, number in found if number <= most]
         return list(dict.fromkeys(found))
+
+    @property
+    def _all_ways(self) -> list[tuple[Modes, Segments]]:
+        has_host = any(spec.host_bytes_per_s for spec in self.specs)
+        return ways(self.checkpoint, self.checkpoint_segments, has_host)
 
     @property
     def _recomputed(self) -> set[int]:
@@ -250,13 +259,14 @@ class PlannedLanes:
         order = self._order(len(cut.devices))
         target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order)
         priced = prices(cut.problem.whole, target, cut.stage)
-        stages, offered = len(cut.devices), ways(self.checkpoint, self.checkpoint_segments)
+        stages, offered = len(cut.devices), self._all_ways
         found = []
         for stage, way in enumerate(priced.way):
             modes, segments = offered[way]
             mode, number = of_stages(modes, stages)[stage], counts(segments, modes, stages)[stage]
             own = [other for kept, other in self.ways(cut, stage) if kept == mode]
-            found.append((mode, max(other for other in own if other <= number)))
+            # A device without a host's memory goes that way by keeping all.
+            found.append((mode, max(n for n in own if n <= number)) if own else ("never", 1))
         return found
 
     def step(
@@ -271,14 +281,20 @@ class PlannedLanes:
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
-        costs = self._costs(cut, modes, segments)
+        costs = self._costs(cut, kept, modes, segments)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
-        links = Links(edges, between=self._between(), once=once)
+        links = Links(edges, between=self._between(), once=once, host=host_links(self.specs))
         if order is None:
             order = self._ordered(costs, links, memory, cut.reserve, segments == 1)
         else:  # segments are recomputed right ahead of their own backward
-            again = zip(memory.again(len(costs)), ways, strict=True)
-            order = order.recomputing([n if number == 1 else 0 for n, (_, number) in again])
+            again = enumerate(zip(memory.again(len(costs)), ways, strict=True))
+            order = order.recomputing(
+                [
+                    n if number == 1 and stage not in memory.offloaded else 0
+                    for stage, (n, (_, number)) in again
+                ]
+            )
+        order = order.reloading(memory.offloaded)
         run = simulate if self.training else simulate_forwards
         timeline = run(order, costs, links, memory)
         return PlannedStep(modes, segments, kept, memory, order, timeline)
@@ -417,7 +433,9 @@ class PlannedLanes:
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
-    def _costs(self, cut: CutModel, modes: Modes, segments: Segments) -> list[StageCost]:
+    def _costs(
+        self, cut: CutModel, kept: Sequence[StageMemory], modes: Modes, segments: Segments
+    ) -> list[StageCost]:
         """The seconds that a micro-batch takes at each stage, on the stage's own device."""
         devices = cut.devices
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
@@ -426,7 +444,10 @@ class PlannedLanes:
             times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
             forward[s] += times * node.meta[COST].forward_s
             backward[s] += times * node.meta[COST].backward_s
-        costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
+        costs = [
+            Cost(forward_s=f, backward_s=b, activation_bytes=round(own.activations))
+            for f, b, own in zip(forward, backward, kept, strict=True)
+        ]
         return estimated_costs(costs, self.chunks, modes, segments)
 
     def _between(self) -> dict[tuple[int, int], Link]:

@@ -377,7 +377,7 @@ class PlanQuestion:
         stages = len(plan.stages)
         for stage in range(stages if stages <= FEW else 0):
             now = modes.of_stages(plan.checkpoint, stages)
-            for mode in modes.MODES[: modes.MODES.index(now[stage])]:
+            for mode in modes.recomputing_less(now[stage]):
                 given = modes.plain([*now[:stage], mode, *now[stage + 1 :]])
                 segments = modes.AUTO if self._is_open else self.checkpoint_segments
                 try:

@@ -184,6 +184,8 @@ class Plan:
         ]
         if not is_never(self.checkpoint):
             lines.append(f"checkpoint: {in_words(self.checkpoint, self.checkpoint_segments)}")
+        if on_host := round(self.timeline.host_memory):
+            lines.append(f"activations that wait in the host's memory: {human_bytes(on_host)}")
         return lines
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, no_scalar
+from fxpipe.runtime.checkpointing.offload import Offload
 from fxpipe.runtime.checkpointing.rerun import Rerun
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
@@ -59,6 +60,7 @@ class Tape:
         self.build: Callable[[list[Any]], Any] = tuple  # makes the arguments from their leaves
         self.results: list[list[Any]] = []  # of each result the leaves, or where they were made
         self.rerun: Rerun | None = None  # makes the forward's call again; None: not checkpointed
+        self.moves: Offload | None = None  # moves activations to the host; None: they stay
         self.deferred: list[Deferred] = []  # backwards that the second half runs
         self.later: list[Callable[[], Iterable[Deferred]]] = []  # give more of these, in that half
         self.penalties: list[Penalty] = []  # the loss's gradients for parameters of this stage
@@ -195,7 +197,11 @@ def _cut_off(value: Any) -> Any:
 
 
 def forward(
-    stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
+    stage: nn.Module,
+    args: tuple[Any, ...],
+    passed: Sequence[int],
+    single: bool,
+    checkpoint: bool | str,
 ) -> tuple[tuple[Any, ...], Tape]:
     """Run a stage. Returns its results and its tape.
 
@@ -205,7 +211,8 @@ def forward(
             that the gradients from those later stages come back through this stage's backward.
         single: whether the stage returns one result, and not a tuple of them.
         checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again
-            (:mod:`fxpipe.runtime.checkpointing.rerun`).
+            (:mod:`fxpipe.runtime.checkpointing.rerun`); or "offload": :func:`offload` moves them to
+            the host.
     """
     tape = Tape(stage)
 
@@ -218,6 +225,10 @@ def forward(
 
     if not checkpoint:
         return tape.record(run, args), tape
+    if checkpoint == "offload":
+        tape.moves = Offload(stage, args)
+        with tape.moves.saving():
+            return tape.record(run, args), tape
 
     rerun = Rerun(stage, run, args)
     results = rerun.first(tape.record_ends)
@@ -359,6 +370,21 @@ def replay(tape: Tape) -> None:
     rerun, tape.rerun = tape.rerun, None
     if rerun is not None:
         rerun.again(tape.record_ends)
+
+
+def offload(tape: Tape, source: str) -> None:
+    """Begin to move the activations that the tape has recorded from the source stream's device to
+    the host's memory."""
+    device = device_of(source)
+    if tape.moves is not None and device is not None:
+        tape.moves.out(device)
+
+
+def reload(tape: Tape) -> None:
+    """Begin to bring the activations of a tape back to their device, for the backward, which waits
+    for them."""
+    if tape.moves is not None:
+        tape.moves.restore()
 
 
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:

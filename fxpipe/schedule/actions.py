@@ -21,8 +21,9 @@ class Kind(StrEnum):
     WEIGHT_GRAD = "W"
     """The second half of a backward: gradients of the parameters, for which no stage waits."""
     RECOMPUTE = "R"
-    """The forward again, of a checkpointed micro-batch, ahead of its backward. A schedule need not
-    have it: see :mod:`fxpipe.schedule.recomputation`."""
+    """The forward again, of a checkpointed micro-batch, ahead of its backward; or the activations
+    back from the host's memory. A schedule need not have it: see
+    :mod:`fxpipe.schedule.recomputation`."""
 
     @property
     def begins_backward(self) -> bool:

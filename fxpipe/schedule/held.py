@@ -8,7 +8,8 @@
 
 Three things add up: what micro-batches keep until their backward (:class:`.memory.MemoryChanges`);
 what an action needs only while it runs (:class:`.memory.Workspace`); and results that wait for
-another lane. A lane's thread copies the inputs of an action to the lane's device when it launches
+another lane. Activations that move to the host are there until they have left. A lane's thread
+copies the inputs of an action to the lane's device when it launches
 the action: once they have been launched where they are made, and at most ``AHEAD`` actions ahead of
 what the lane's device computes. So a skip waits at its source, until its consumer's turn comes.
 
@@ -19,12 +20,13 @@ a real run may differ from this by the results of a few actions.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import spread
 from fxpipe.schedule.memory import Memory, MemoryChanges, WhileRunning, Workspace
-from fxpipe.schedule.occupancy import Span
-from fxpipe.schedule.recomputation import Cell, recomputed_cells
+from fxpipe.schedule.occupancy import Span, Transfer
+from fxpipe.schedule.recomputation import recomputed_cells
 from fxpipe.schedule.world import World
 
 AHEAD = 2
@@ -37,18 +39,22 @@ Series = tuple[tuple[float, float], ...]
 
 
 def held_over_time(
-    spans: Sequence[Span], world: World, lanes: int, memory: Memory
+    spans: Sequence[Span],
+    world: World,
+    lanes: int,
+    memory: Memory,
+    transfers: Iterable[Transfer] = (),
 ) -> tuple[Series, ...]:
     """For each lane the bytes that it holds, as pairs of a time and the bytes from that time on.
 
-    ``spans`` are in the order of time within each lane.
+    ``spans`` are in the order of time within each lane. ``transfers`` are the copies of the step.
     """
     recomputed = recomputed_cells(action for _, action in _actions(spans))
     changes = MemoryChanges(memory, len(world.placement), recomputed)
     running = memory.running or WhileRunning([Workspace()] * len(world.placement))
-    workspace = _Workspaces(running, memory.again(len(world.placement)), recomputed)
+    workspace = _Workspaces(running, changes, memory.offloaded)
     launched = {} if memory.running is None else dict(_launches(spans, world))
-    waiting = [_Waiting(world, memory, running, launched) for _ in range(lanes)]
+    waiting = [_Waiting(world, changes, running, launched) for _ in range(lanes)]
     kept = spread(memory.fixed, lanes, "fixed memory of each lane")
     held = [[(0.0, amount)] for amount in kept]
     for span, action in _actions(spans):
@@ -60,7 +66,54 @@ def held_over_time(
         kept[lane] += begin + end
         waiting[lane].leave(action)
         _append(held[lane], span.end, kept[lane] + of_others)
-    return tuple(map(tuple, held))
+    leaving = _leaving(spans, transfers)
+    return tuple(_with(series, leaving.get(lane, [])) for lane, series in enumerate(held))
+
+
+def _leaving(
+    spans: Iterable[Span], transfers: Iterable[Transfer]
+) -> dict[int, list[tuple[float, float, float]]]:
+    """For each lane the bytes that leave it for the host: from when, until when, and how many. They
+    stay from the end of their forward to that of the copy, and at least until the lane's next move:
+    to the host, or back from there."""
+    copies = [copy for copy in transfers if copy.source == copy.target]
+    lanes = {copy.source for copy in copies}
+    moves: dict[int, list[tuple[float, Action]]] = {lane: [] for lane in lanes}
+    moved = {copy.action for copy in copies}
+    for span, action in _actions(spans):
+        if action in moved:
+            moves[span.lane].append((span.end, action))
+    until = {
+        action: following for own in moves.values() for (_, action), (following, _) in pairwise(own)
+    }
+    ends = {action: end for own in moves.values() for end, action in own}
+    found: dict[int, list[tuple[float, float, float]]] = {}
+    for copy in copies:
+        if copy.action is not None and copy.action.kind is Kind.FORWARD:
+            end = max(copy.end, until.get(copy.action, 0.0))
+            found.setdefault(copy.source, []).append((ends[copy.action], end, copy.bytes))
+    return found
+
+
+def _with(series: list[tuple[float, float]], more: list[tuple[float, float, float]]) -> Series:
+    """A series, with more bytes between some times."""
+    if not more:
+        return tuple(series)
+    changes = [(begin, size) for begin, _, size in more] + [(end, -size) for _, end, size in more]
+    base = [
+        (time, amount - before)
+        for (time, amount), before in zip(
+            series, [0.0, *(amount for _, amount in series)], strict=False
+        )
+    ]
+    found: list[tuple[float, float]] = []
+    now = 0.0
+    for time, change in sorted(base + changes, key=lambda pair: pair[0]):
+        now += change
+        if found and found[-1][0] == time:
+            found.pop()
+        found.append((time, now))
+    return tuple(found)
 
 
 def _append(series: list[tuple[float, float]], time: float, amount: float) -> None:
@@ -78,37 +131,38 @@ class _Workspaces:
     """The bytes that actions need only while they run."""
 
     def __init__(
-        self, running: WhileRunning, checkpointed: Sequence[int], recomputed: Collection[Cell]
+        self, running: WhileRunning, changes: MemoryChanges, offloaded: Collection[int]
     ) -> None:
         self._stages, self._loss = running.stages, running.loss
-        self._checkpointed, self._recomputed = checkpointed, recomputed
+        self._changes, self._offloaded = changes, offloaded
 
     def of(self, action: Action) -> float:
         """The bytes beyond what is kept once the action has begun."""
         stage = self._stages[action.stage]
-        is_again = action.microbatch < self._checkpointed[action.stage]
+        is_again = self._changes.is_again(action)
         match action.kind:
             case Kind.FORWARD:
                 own = stage.again if is_again else stage.forward
                 return max(own, self._loss) if self._is_last(action) else own
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 own = stage.backward if action.kind is Kind.BACKWARD else stage.half
-                begins_again = is_again and not self._is_recomputed(action)
+                is_computed = is_again and action.stage not in self._offloaded
+                begins_again = is_computed and not self._changes.is_begun(action)
                 return max(own, stage.forward) if begins_again else own
             case Kind.RECOMPUTE:
-                return stage.forward
+                return 0.0 if action.stage in self._offloaded else stage.forward
             case Kind.WEIGHT_GRAD:
                 return stage.weights
 
     def of_loss(self, action: Action) -> float:
         """The bytes, beyond what is kept until then, of the loss's backward, with which a backward
         of the last stage begins. It comes ahead of all else, so also of a recomputation."""
-        is_backward = action.kind.begins_backward and not self._is_recomputed(action)
-        begins = is_backward or action.kind is Kind.RECOMPUTE
+        if action.stage in self._offloaded:
+            begins = action.kind.begins_backward
+        else:
+            is_backward = action.kind.begins_backward and not self._changes.is_begun(action)
+            begins = is_backward or action.kind is Kind.RECOMPUTE
         return self._loss if begins and self._is_last(action) else 0.0
-
-    def _is_recomputed(self, action: Action) -> bool:
-        return (action.stage, action.microbatch) in self._recomputed
 
     def _is_last(self, action: Action) -> bool:
         return action.stage == len(self._stages) - 1
@@ -118,10 +172,13 @@ class _Waiting:
     """The results that wait on a lane's device. ``launched`` says when each action is launched."""
 
     def __init__(
-        self, world: World, memory: Memory, running: WhileRunning, launched: Mapping[Action, float]
+        self,
+        world: World,
+        changes: MemoryChanges,
+        running: WhileRunning,
+        launched: Mapping[Action, float],
     ) -> None:
-        self._world, self._launched = world, launched
-        self._checkpointed = memory.again(len(world.placement))
+        self._world, self._launched, self._changes = world, launched, changes
         self._kept = running.kept_results
         self._results: list[tuple[float, float]] = []  # until when each one waits, and its bytes
 
@@ -134,8 +191,7 @@ class _Waiting:
 
     def leave(self, action: Action) -> None:
         """Note the results that an action leaves for others."""
-        is_again = action.microbatch < self._checkpointed[action.stage]
-        is_kept = action.kind is Kind.FORWARD and not is_again
+        is_kept = action.kind is Kind.FORWARD and not self._changes.is_again(action)
         for user in _users(action, self._world):
             if (until := self._launched.get(user)) is not None:
                 size = self._world.bytes_between(action.stage, user.stage)

@@ -84,6 +84,8 @@ class Memory:
         checkpointed: the number of micro-batches that are checkpointed, which are the first ones:
             one number for all stages, or one for each. They keep only ``inputs`` until their
             backward, which recomputes their activations.
+        offloaded: the stages whose checkpointed micro-batches are not recomputed: their activations
+            come back from the host's memory. They keep no inputs.
         inputs: the bytes that a stage keeps of a checkpointed micro-batch: one number for all
             stages, or one for each.
         recomputed: the most activations, in bytes, that are there at one time of a checkpointed
@@ -107,6 +109,7 @@ class Memory:
     shared_with_loss: float = 0.0
     kept_inputs: Bound = 0.0
     running: WhileRunning | None = None
+    offloaded: Collection[int] = frozenset()
 
     def again(self, stages: int) -> list[int]:
         """For each stage, how many micro-batches are checkpointed."""
@@ -116,14 +119,16 @@ class Memory:
 class MemoryChanges:
     """By how many bytes each action changes what its lane holds, at its begin and at its end.
 
-    ``recomputed``: the cells whose recomputation is an action of its own; other checkpointed ones
-    are recomputed when their backward begins.
+    ``recomputed``: the cells whose recomputation, or reload, is an action of its own; other
+    checkpointed ones are recomputed when their backward begins. Cells of offloaded stages that are
+    not among them stay on the device. None: the schedule has yet to be made, so that all offloaded
+    cells are taken to be reloaded when their backward begins.
     """
 
     def __init__(
-        self, memory: Memory, stages: int, recomputed: Collection[Cell] = frozenset()
+        self, memory: Memory, stages: int, recomputed: Collection[Cell] | None = None
     ) -> None:
-        self._recomputed = recomputed
+        self._recomputed, self._offloaded = recomputed, memory.offloaded
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
@@ -141,13 +146,25 @@ class MemoryChanges:
             self._again[-1] = _of_checkpointed(
                 sizes[-1], parts[-1], inputs[-1], shared[-1], released, memory.loss
             )
+            if stages - 1 in memory.offloaded:  # its loss's backward begins the backward itself
+                begin, end = self._again[-1][Kind.RECOMPUTE]
+                self._again[-1][Kind.RECOMPUTE] = begin + memory.loss, end
+
+    def is_again(self, action: Action) -> bool:
+        """Whether an action's micro-batch has its activations recomputed, or brought back."""
+        if action.stage in self._offloaded and self._recomputed is not None:
+            return (action.stage, action.microbatch) in self._recomputed
+        return action.microbatch < self._checkpointed[action.stage]
+
+    def is_begun(self, action: Action) -> bool:
+        """Whether a recomputation or reload of an action's micro-batch is an action of its own."""
+        return (action.stage, action.microbatch) in (self._recomputed or ())
 
     def of(self, action: Action) -> tuple[float, float]:
         """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
-        is_again = action.microbatch < self._checkpointed[action.stage]
+        is_again = self.is_again(action)
         begin, end = (self._again if is_again else self._kept)[action.stage][action.kind]
-        is_recomputed = (action.stage, action.microbatch) in self._recomputed
-        if is_again and is_recomputed and action.kind.begins_backward:
+        if is_again and self.is_begun(action) and action.kind.begins_backward:
             before, _ = self._again[action.stage][Kind.RECOMPUTE]
             return begin - before, end  # the recomputation has added this already
         return begin, end

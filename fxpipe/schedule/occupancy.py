@@ -4,8 +4,9 @@ memory lanes hold; and the makespan and bubble that follow."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from fxpipe.schedule.actions import Action
+from fxpipe.schedule.actions import Action, Kind
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -35,7 +36,9 @@ class Span:
 @dataclass(frozen=True)
 class Transfer:
     """A copy from one lane to another, in seconds since the step began. ``action`` made the values
-    that are copied; it is None for a copy that happens once in a step, as of a shared parameter."""
+    that are copied; it is None for a copy that happens once in a step, as of a shared parameter. A
+    copy from a lane to itself is one of activations to the host's memory, which a forward has
+    begun, or back from there, which a reload has begun."""
 
     source: int
     target: int
@@ -45,7 +48,12 @@ class Transfer:
     bytes: float = 0
 
     def __str__(self) -> str:
-        return "copy, once" if self.action is None else f"copy {self.action}"
+        if self.action is None:
+            return "copy, once"
+        if self.source != self.target:
+            return f"copy {self.action}"
+        way = "back from" if self.action.kind is Kind.RECOMPUTE else "to"
+        return f"activations of {self.action}, {way} the host"
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Occupancy:
         name: the name of the schedule, or another name for the step.
         lanes: the names of the lanes.
         spans: the work of the lanes. Spans of one lane do not overlap.
-        transfers: the copies between lanes.
+        transfers: the copies between lanes, and between a lane and the host.
         memory: for each lane, pairs ``(seconds, bytes)`` of a time and the bytes held from then on,
             in order of time; empty if the memory is not known.
     """
@@ -120,6 +128,24 @@ class Occupancy:
     def peak_memory(self) -> tuple[float, ...]:
         """The most bytes that each lane holds at once; empty if the memory is not known."""
         return tuple(max((amount for _, amount in lane), default=0.0) for lane in self.memory)
+
+    @property
+    def host_memory(self) -> float:
+        """The most bytes of activations that wait in the host's memory at once, for all lanes
+        together: from the begin of their copy there to the end of their backward."""
+        sizes = {
+            (copy.action.stage, copy.action.microbatch): (copy.start, copy.bytes)
+            for copy in self.transfers
+            if copy.source == copy.target and copy.action and copy.action.kind is Kind.FORWARD
+        }
+        ends = {
+            (span.action.stage, span.action.microbatch): span.end
+            for span in sorted(self.spans, key=lambda span: span.end)
+            if span.action is not None
+        }
+        changes = [(start, size) for start, size in sizes.values()]
+        changes += [(ends[cell], -size) for cell, (_, size) in sizes.items()]
+        return max(accumulate((change for _, change in sorted(changes)), initial=0.0))
 
 
 def _idle(busy: float, whole: float) -> float:

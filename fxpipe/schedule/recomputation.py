@@ -9,14 +9,21 @@
 
 A recomputation needs no gradient, so that it runs while the gradient is computed and sent. Where a
 schedule has none for a checkpointed micro-batch, it comes right ahead of the backward.
+
+Where activations wait in the host's memory, the same action begins to bring them back. This
+occupies a link, and not the lane. So it comes one action ahead of the backward, and what travels
+has the time of that action. If there is no other action in between, they stay on the device::
+
+    lane 0    0F0 0F1 0R0 0F2 0B0          micro-batch 0 of stage 0 has been on the host
+    lane 1     .  1F0 1B0 1F1 1B1          those of stage 1 have no time for it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
-from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.actions import Action, Entry, Kind
 
 Cell = tuple[int, int]
 """A stage and a micro-batch."""
@@ -25,6 +32,29 @@ Cell = tuple[int, int]
 def recomputed_cells(actions: Iterable[Action]) -> frozenset[Cell]:
     """The cells whose recomputation is among these actions."""
     return frozenset((a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE)
+
+
+def with_reloads(entries: Sequence[Entry], offloaded: Collection[int]) -> Iterator[Entry]:
+    """The entries of a lane with the reloads that they lack, one entry ahead of the backward, where
+    there is another entry between the forward and that one.
+
+    ``offloaded``: the stages whose activations wait in the host's memory.
+    """
+    actions = [(i, action) for i, entry in enumerate(entries) for action in entry.parts]
+    done = recomputed_cells(action for _, action in actions)
+    begun: dict[Cell, int] = {}
+    ahead: dict[int, list[Action]] = {}
+    for i, action in actions:
+        cell = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            begun[cell] = i
+        is_lacking = action.stage in offloaded and cell not in done
+        if is_lacking and action.kind.begins_backward and begun[cell] < i - 2:
+            reload = Action(action.stage, Kind.RECOMPUTE, action.microbatch)
+            ahead.setdefault(i - 1, []).append(reload)
+    for i, entry in enumerate(entries):
+        yield from ahead.get(i, ())
+        yield entry
 
 
 def with_recomputations(actions: Iterable[Action], checkpointed: Sequence[int]) -> Iterator[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, p
 from fxpipe.schedule.gantt import FORWARDS, draw
 from fxpipe.schedule.occupancy import Occupancy, Span
 from fxpipe.schedule.order import earliest_starts, run_order
-from fxpipe.schedule.recomputation import recomputed_cells
+from fxpipe.schedule.recomputation import recomputed_cells, with_reloads
 
 Edges = Sequence[tuple[int, int]]
 """Pairs ``(source, target)`` of stages, where ``target`` takes an output of ``source``."""
@@ -82,6 +82,14 @@ class Schedule:
             return not is_again or action.microbatch < checkpointed[action.stage]
 
         return replace(self, lanes=self._only(is_kept))
+
+    def reloading(self, offloaded: Collection[int]) -> Schedule:
+        """The schedule with a reload of each micro-batch of these stages, whose activations wait in
+        the host's memory (:func:`fxpipe.schedule.recomputation.with_reloads`)."""
+        if not offloaded:
+            return self
+        lanes = (tuple(with_reloads(lane, offloaded)) for lane in self.lanes)
+        return replace(self, lanes=tuple(lanes))
 
     def _only(self, is_kept: Callable[[Action], bool]) -> tuple[tuple[Entry, ...], ...]:
         """The lanes with some of their actions only. An overlap of which one action is left is that

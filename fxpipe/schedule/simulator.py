@@ -3,22 +3,31 @@
 It is event-driven. A free lane begins its next action as soon as the inputs of that action have
 arrived. Copies of results to other lanes run while lanes compute. A recomputation waits for no
 gradient, so that a lane begins it as soon as it is free, whether or not the schedule has it.
+
+Activations that wait in the host's memory leave as soon as their forward has ended, and come back
+when the schedule says so; the backward waits for them. A lane begins no forward while those of two
+micro-batches are still on their way to the host.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.held import held_over_time
+from fxpipe.schedule.held import Series, held_over_time
 from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.occupancy import Span, Transfer
-from fxpipe.schedule.recomputation import Cell, with_recomputations
+from fxpipe.schedule.recomputation import Cell, recomputed_cells, with_recomputations
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.validator import validate
 from fxpipe.schedule.world import Links, StageCost, World
+
+HOST = -1  # stands for the host, where events and links have the numbers of stages and lanes
+AT_ONCE = 2
+"""How many micro-batches' activations may be on their way from a lane to the host while it begins
+a forward: as the runtime has it, the lane's thread waits for those of the micro-batch before."""
 
 
 def simulate(
@@ -71,7 +80,9 @@ def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Time
         reached[lane] += 1
         return line[position]
 
-    run = Run(world, len(lines), schedule.microbatches, in_order)
+    brought = recomputed_cells(action for line in lines for action in line)
+    away = {cell for cell in brought if world.costs[cell[0]].offloaded}
+    run = Run(world, len(lines), schedule.microbatches, in_order, away)
     run.to_the_end()
     return timeline_of(run, schedule.name, memory)
 
@@ -83,9 +94,17 @@ until the next event."""
 
 class Run:
     """A run of the simulator, in which time goes from event to event. ``choose`` gives the next
-    action of each free lane. Where it chooses no recomputation, the backward begins with it."""
+    action of each free lane. Where it chooses no recomputation, the backward begins with it. The
+    cells that are ``away`` have their activations on the host, until it chooses to reload them."""
 
-    def __init__(self, world: World, lanes: int, microbatches: int, choose: Choose) -> None:
+    def __init__(
+        self,
+        world: World,
+        lanes: int,
+        microbatches: int,
+        choose: Choose,
+        away: Collection[Cell] = frozenset(),
+    ) -> None:
         self.world, self.lanes, self.microbatches = world, lanes, microbatches
         self.now = 0.0
         self.spans: list[Span] = []
@@ -105,11 +124,18 @@ class Run:
         self._lacks_recomputation = [[1] * microbatches for _ in stages]
         self._recomputed: set[Cell] = set()
         self._backwards_left = [microbatches for _ in stages]
+        self._away = away
+        self._leaving = [0] * lanes  # how many micro-batches' activations are on their way out
+        self._left: dict[Cell, float] = {}  # when those of a cell are on the host
+        for stage, microbatch in away:
+            self._lacks_backward[stage][microbatch] += 1
         self._give_once()
 
     def is_ready(self, action: Action) -> bool:
         """Whether the inputs of an action have arrived at its stage."""
         if action.kind is Kind.FORWARD:
+            if self._leaving[self.world.placement[action.stage]] >= AT_ONCE:
+                return False
             lacks = self._lacks_forward
         elif action.kind is Kind.WEIGHT_GRAD:
             lacks = self._lacks_weight
@@ -139,6 +165,9 @@ class Run:
                 if target is None:
                     assert action is not None
                     self._end(action)
+                elif target == HOST:
+                    assert action is not None
+                    self._moved(action)
                 elif action is None:
                     self._wait_for_once(target, -1)
                 else:
@@ -167,17 +196,43 @@ class Run:
         if action.kind is Kind.FORWARD:
             self._lacks_backward[stage][microbatch] -= 1
             self._lacks_recomputation[stage][microbatch] -= 1
+            self._move(action)
             targets = self.world.after[stage]
         elif action.kind is Kind.WEIGHT_GRAD:
             return
         elif action.kind is Kind.RECOMPUTE:
             self._recomputed.add((stage, microbatch))
+            self._move(action)
             return
         else:
             self._lacks_weight[stage][microbatch] -= 1
             targets = self.world.before[stage]
         for target in targets:
             self._send(action, target)
+
+    def _move(self, action: Action) -> None:
+        """Let the activations of a cell leave for the host, or come back, if they do."""
+        cell = action.stage, action.microbatch
+        if cell not in self._away:
+            return
+        lane = self.world.placement[action.stage]
+        is_leaving = action.kind is Kind.FORWARD
+        way = (lane, HOST) if is_leaving else (HOST, lane)
+        start = max(self.now, self._link_free.get(way, 0.0), self._left.get(cell, 0.0))
+        self._link_free[way] = end = start + self.world.to_host(action.stage)
+        if is_leaving:
+            self._left[cell] = end
+            self._leaving[lane] += 1
+        size = self.world.costs[action.stage].offloaded
+        self.transfers.append(Transfer(lane, lane, start, end, action, size))
+        self._push(end, action, HOST)
+
+    def _moved(self, action: Action) -> None:
+        """Note that the activations of a cell have come to the host, or are back."""
+        if action.kind is Kind.FORWARD:
+            self._leaving[self.world.placement[action.stage]] -= 1
+        else:
+            self._lacks_backward[action.stage][action.microbatch] -= 1
 
     def _send(self, action: Action, target: int) -> None:
         seconds, size = (
@@ -230,5 +285,7 @@ def timeline_of(run: Run, name: str, memory: Memory | None) -> Timeline:
     hold over time."""
     spans = tuple(sorted(run.spans, key=lambda span: (span.lane, span.start, span.end)))
     names = tuple(f"lane {lane}" for lane in range(run.lanes))
-    held = () if memory is None else held_over_time(spans, run.world, run.lanes, memory)
+    held: tuple[Series, ...] = ()
+    if memory is not None:
+        held = held_over_time(spans, run.world, run.lanes, memory, run.transfers)
     return Timeline(name, names, spans, tuple(run.transfers), held)

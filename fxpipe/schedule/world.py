@@ -24,7 +24,8 @@ class StageCost:
 
     ``backward`` is for a whole backward; None: the sum of its halves, ``backward_input`` and
     ``weight_grad``. ``recompute`` is for the forward that is run again ahead of the backward, by
-    ``checkpointed`` micro-batches, which are the first ones.
+    ``checkpointed`` micro-batches, which are the first ones. ``offloaded`` are the bytes that a
+    micro-batch moves to the host's memory and back, in place of being run again.
 
     Raises ValueError if a number is negative or not finite.
     """
@@ -35,6 +36,7 @@ class StageCost:
     backward: float | None = None
     recompute: float = 0.0
     checkpointed: int = 0
+    offloaded: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(s) and s >= 0 for s in map(self.seconds, Kind)):
@@ -93,6 +95,8 @@ class Links:
         once: edges that are used once in a step, such as a shared parameter. The values are sent
             when the step begins, and the gradients after the last backward of ``target``. Bytes are
             for the whole step. These copies always overlap computation.
+        host: the link of each lane to the host's memory, and back, which are two ways; a lane that
+            is not named has one that takes no time.
     """
 
     edges: Sequence[Edge] | None = None
@@ -100,6 +104,7 @@ class Links:
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     overlaps: bool = True
     once: Sequence[Edge] = ()
+    host: Mapping[int, Link] = field(default_factory=dict)
 
 
 class World:
@@ -165,6 +170,11 @@ class World:
     def seconds(self, stage: int, kind: Kind) -> float:
         """The seconds for which an action occupies its lane."""
         return self._seconds[stage][kind]
+
+    def to_host(self, stage: int) -> float:
+        """The seconds that the activations of a micro-batch take to the host's memory, or back."""
+        link = self.links.host.get(self.placement[stage], Link())
+        return link.seconds(self.costs[stage].offloaded)
 
     def travel(self, source: int, target: int) -> float:
         """The seconds from the end of an action at stage ``source`` to the arrival of its result at

@@ -7,10 +7,12 @@
     never           keeps    keeps    keeps    keeps
     except_last     again    again    again    keeps       whose backward follows at once
     always          again    again    again    again
+    offload         moves    moves    moves    moves       unless its backward follows at once
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
-activations, and is run again for the backward. All stages have one mode, or each has its own. For
-"auto" the compiler chooses the mode of each stage when it cuts the model.
+activations, and is run again for the backward. "moves": the activations wait in the host's memory.
+All stages have one mode, or each has its own. For "auto" the compiler chooses the mode of each
+stage when it cuts the model.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from collections.abc import Sequence
 from fxpipe.schedule import Memory, Schedule, peaks
 
 MODES = ("never", "except_last", "always")
+"""The modes by what they recompute: nothing, nearly all, all."""
+OFFLOAD = "offload"
+MOVING = 2
+"""How many micro-batches of a stage whose activations move to the host are on its device at one
+time: one that is computed, and one on its way."""
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
@@ -33,10 +40,10 @@ def modes_of(given: Modes) -> str | tuple[str, ...]:
     """
     if isinstance(given, str) and given == AUTO:
         return given
-    modes = [given] if isinstance(given, str) else given
-    if not isinstance(modes, Sequence) or not modes or any(mode not in MODES for mode in modes):
+    modes, known = [given] if isinstance(given, str) else given, (*MODES, OFFLOAD)
+    if not isinstance(modes, Sequence) or not modes or any(mode not in known for mode in modes):
         raise ValueError(
-            f"checkpoint is {given!r}: give {', '.join(map(repr, MODES))}, a list with one of "
+            f"checkpoint is {given!r}: give {', '.join(map(repr, known))}, a list with one of "
             f"these for each stage, or {AUTO!r}"
         )
     return given if isinstance(given, str) else tuple(given)
@@ -57,9 +64,14 @@ def of_stages(modes: Modes, stages: int) -> list[str]:
     return [modes] * stages if isinstance(modes, str) else list(modes)
 
 
-def choices(modes: Modes) -> tuple[Modes, ...]:
-    """The modes among which a stage may choose: those given, or for "auto" each there is."""
-    return MODES if isinstance(modes, str) and modes == AUTO else (modes,)
+def choices(modes: Modes, has_host: bool = False) -> tuple[Modes, ...]:
+    """The modes among which a stage may choose: those given, or for "auto" each there is. One that
+    computes nothing again comes ahead of those that do. ``has_host``: whether there is a memory of
+    the host beside that of the devices."""
+    if not (isinstance(modes, str) and modes == AUTO):
+        return (modes,)
+    never, *others = MODES
+    return (never, OFFLOAD, *others) if has_host else MODES
 
 
 def plain(modes: Sequence[str]) -> Modes:
@@ -77,14 +89,26 @@ def is_never(modes: Modes) -> bool:
     return all(mode == "never" for mode in ([modes] if isinstance(modes, str) else modes))
 
 
+def is_recomputed(mode: str) -> bool:
+    """Whether a stage of this mode runs some forwards again."""
+    return mode not in ("never", OFFLOAD)
+
+
+def offloaded(modes: Modes, stages: int) -> frozenset[int]:
+    """The stages whose activations wait in the host's memory."""
+    found = enumerate(of_stages(modes, stages))
+    return frozenset(stage for stage, mode in found if mode == OFFLOAD)
+
+
 def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
-    """Whether micro-batch number ``microbatch``, of ``chunks``, keeps no activations."""
+    """Whether micro-batch number ``microbatch``, of ``chunks``, keeps no activations, so that its
+    forward is run again."""
     return mode == "always" or (mode == "except_last" and microbatch < chunks - 1)
 
 
 def recomputed(mode: str, chunks: int) -> float:
     """The part of a mini-batch's forward that a mode runs a second time, from 0.0 to 1.0."""
-    return {"never": 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[mode]
+    return {"never": 0.0, OFFLOAD: 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[mode]
 
 
 def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
@@ -92,11 +116,16 @@ def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
     return [recomputed(mode, chunks) for mode in of_stages(modes, stages)]
 
 
+def recomputing_less(mode: str) -> tuple[str, ...]:
+    """The modes that recompute less than this one does; "never" in place of "offload"."""
+    return MODES[: 1 if mode == OFFLOAD else MODES.index(mode)]
+
+
 def milder(modes: Modes) -> tuple[str, ...]:
     """The modes that, given for all stages, keep fewer activations than these modes do at some
     stage, and more at none; so they need less memory. There are none for "auto", which
-    tries all of them."""
-    if modes == AUTO:
+    tries all of them, nor where activations wait in the host's memory."""
+    if modes == AUTO or OFFLOAD in ([modes] if isinstance(modes, str) else modes):
         return ()
     given = [MODES.index(mode) for mode in ([modes] if isinstance(modes, str) else modes)]
     return tuple(
@@ -107,8 +136,14 @@ def milder(modes: Modes) -> tuple[str, ...]:
 
 
 def checkpointed(mode: str, chunks: int) -> int:
-    """How many of ``chunks`` micro-batches keep no activations: these are the first ones."""
+    """How many of ``chunks`` micro-batches are run again: these are the first ones."""
     return sum(is_checkpointed(mode, i, chunks) for i in range(chunks))
+
+
+def away(mode: str, chunks: int) -> int:
+    """How many of ``chunks`` micro-batches have no activations on the device between their forward
+    and their backward: these are the first ones. They are run again, or on the host."""
+    return chunks if mode == OFFLOAD else checkpointed(mode, chunks)
 
 
 def alive(
@@ -126,13 +161,19 @@ def alive(
         segments: in how many segments each stage is recomputed, one at a time; None: in one. They
             are taken to be equal, each with inputs as large as those of the stage.
     """
-    again = [checkpointed(mode, chunks) for mode in of_stages(modes, stages)]
-    numbers = list(segments or [1] * stages)
-    parts = [1 / number for number in numbers]
+    again = [away(mode, chunks) for mode in of_stages(modes, stages)]
+    hosts = offloaded(modes, stages)
+    numbers = [0 if i in hosts else n for i, n in enumerate(segments or [1] * stages)]
+    parts = [1 / number if number else min(MOVING, chunks) for number in numbers]
     if order is None:
         held = [chunks - n + (n > 0) * part for n, part in zip(again, parts, strict=True)]
         return held, [float(n * number) for n, number in zip(again, numbers, strict=True)]
     ones, zeros = [1.0] * stages, [0.0] * stages
-    of_activations = peaks(order, Memory(ones, checkpointed=again, recomputed=parts))
+    kept = peaks(order, Memory(ones)).stages
+    of_activations = peaks(order, Memory(ones, checkpointed=again, recomputed=parts)).stages
     of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=numbers))
-    return list(of_activations.stages), list(of_inputs.stages)
+    held = [
+        min(*both) if i in hosts else both[1]
+        for i, both in enumerate(zip(kept, of_activations, strict=True))
+    ]
+    return held, list(of_inputs.stages)

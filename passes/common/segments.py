@@ -7,10 +7,10 @@
     recomputed    ├────── stage_1 ──────┤    ├─ 0 ─┤    ├─ 1 ─┤    ├─ 2 ─┤
     there are     all activations            those of one segment, and the inputs of all
 
-One number is for all stages, or each stage has its own. A stage of mode "never" is not recomputed,
-so that it has one segment, whatever is given. For "auto" the compiler chooses the numbers once it
-knows the cut and the modes; for None it does so where it chooses the modes, too, and stages have
-one segment elsewhere.
+One number is for all stages, or each stage has its own. A stage of mode "never" or "offload" is
+not recomputed, so that it has one segment, whatever is given. For "auto" the compiler chooses the
+numbers once it knows the cut and the modes; for None it does so where it chooses the modes, too,
+and stages have one segment elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 from fxpipe.ir.counts import integer
 from passes.common import modes
-from passes.common.modes import AUTO, Modes, choices, is_never, of_stages
+from passes.common.modes import AUTO, Modes, choices, is_recomputed, of_stages
 
 NUMBERS = (1, 2, 4, 8)
 """The numbers of segments among which the compiler chooses."""
@@ -44,9 +44,9 @@ def segments_of(given: Any, checkpoint: Modes) -> Segments:
             f"checkpoint_segments is {given!r}: give the number of segments that a stage is "
             f"recomputed in, 1 or more, a list with one such number for each stage, or {AUTO!r}"
         )
-    if max(numbers) > 1 and is_never(checkpoint):
+    if max(numbers) > 1 and not _may_recompute(checkpoint):
         raise ValueError(
-            f'checkpoint_segments is {given}, but checkpoint is "never": give '
+            f"checkpoint_segments is {given}, but checkpoint is {checkpoint!r}: give "
             'checkpoint="always" or "except_last" with it'
         )
     return tuple(numbers) if _is_list(given) else numbers[0]
@@ -56,7 +56,12 @@ def is_open(segments: Segments, checkpoint: Modes) -> bool:
     """Whether the compiler chooses the numbers of segments of stages with these modes."""
     if segments is None:
         return checkpoint == AUTO
-    return segments == AUTO and not is_never(checkpoint)
+    return segments == AUTO and _may_recompute(checkpoint)
+
+
+def _may_recompute(checkpoint: Modes) -> bool:
+    """Whether some stage runs forwards again, or may come to do so."""
+    return any(map(is_recomputed, [checkpoint] if isinstance(checkpoint, str) else checkpoint))
 
 
 def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
@@ -76,24 +81,29 @@ def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
             f"checkpoint_segments has {len(given)} numbers, and there are {stages} stages: give "
             "one number for each stage, or one for all of them"
         )
-    return [1 if mode == "never" else own for mode, own in zip(known, given, strict=True)]
+    return [own if is_recomputed(mode) else 1 for mode, own in zip(known, given, strict=True)]
 
 
 def simplest(numbers: Sequence[int], checkpoint: Modes) -> int | tuple[int, ...]:
     """One number, if all stages that are recomputed have it; else the number of each stage."""
     known = zip(of_stages(checkpoint, len(numbers)), numbers, strict=True)
-    own = {number for mode, number in known if mode != "never"} or {1}
+    own = {number for mode, number in known if is_recomputed(mode)} or {1}
     return own.pop() if len(own) == 1 else tuple(numbers)
 
 
-def ways(checkpoint: Modes, segments: Segments) -> list[tuple[Modes, Segments]]:
+def ways(
+    checkpoint: Modes, segments: Segments, has_host: bool = False
+) -> list[tuple[Modes, Segments]]:
     """The modes, each with numbers of segments, among which a stage may choose. They are in the
-    order of what a stage recomputes, and then of how little of that is there at one time."""
+    order of what a stage recomputes, and then of how little of that is there at one time.
+
+    ``has_host``: whether there is a memory of the host beside that of the devices.
+    """
     several = NUMBERS if is_open(segments, checkpoint) else (segments,)
     return [
         (mode, number)
-        for mode in choices(checkpoint)
-        for number in (several[:1] if is_never(mode) else several)
+        for mode in choices(checkpoint, has_host)
+        for number in (several if _may_recompute(mode) else several[:1])
     ]
 
 

@@ -37,7 +37,7 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import Modes, alive, recomputed_by
+from passes.common.modes import AUTO, OFFLOAD, Modes, alive, of_stages, recomputed_by
 from passes.common.segments import Segments, counts, ways
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
@@ -146,7 +146,8 @@ def machine(
             that are not checkpointed, and of the one whose forward is being computed again; of the
             others that are under way it keeps the inputs that it receives. For "auto" the ways of
             the machine are all modes, with all ``segments``, as
-            :func:`passes.common.segments.ways` lists them.
+            :func:`passes.common.segments.ways` lists them; "offload" is one of them if the devices
+            have a link to the memory of a host.
         order: the order of a training step, which decides how many micro-batches are under way at
             once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
@@ -154,11 +155,18 @@ def machine(
         segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
     """
     k = devices if isinstance(devices, int) else len(devices)
+    hosts = [] if isinstance(devices, int) else [device.host_bytes_per_s for device in devices]
     found = []
-    for modes, numbers in ways(checkpoint, segments):
+    for modes, numbers in ways(checkpoint, segments, any(hosts)):
         parts = counts(numbers, modes, k)
-        held, received = (np.asarray(n) / chunks for n in alive(modes, chunks, k, order, parts))
-        found.append(Way(held, received, np.array(recomputed_by(modes, chunks, k))))
+        own = of_stages(modes, k)
+        if checkpoint == AUTO:  # where there is no memory of the host, nothing moves
+            own = [
+                "never" if mode == OFFLOAD and not hosts[i] else mode for i, mode in enumerate(own)
+            ]
+        held, received = (np.asarray(n) / chunks for n in alive(own, chunks, k, order, parts))
+        moved = np.array([float(mode == OFFLOAD) for mode in own])
+        found.append(Way(held, received, np.array(recomputed_by(own, chunks, k)), moved))
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found))
     where = np.arange(k) if placement is None else np.asarray(placement)
@@ -177,6 +185,7 @@ def machine(
         memory=np.array(limits),
         ways=tuple(found),
         apart=np.where(is_here, 0.0, 1.0),
+        host=np.array([1 / rate if rate else 0.0 for rate in hosts]),
     )
 
 

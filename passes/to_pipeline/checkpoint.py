@@ -14,6 +14,12 @@ backward comes first, is run again ahead of time::
 
     ── checkpoint ── checkpoint ── wait ── recompute ── copy
                           `..... handle ......'
+
+A stage whose activations wait in the host's memory is not run again; what it has saved begins to
+come back at the place of ``recompute``. The last micro-batch stays, as its backward comes first::
+
+    ── offloaded ── wait ── recompute ── copy
+           `..... handle ......'
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import attribute
-from passes.common.modes import Modes, is_checkpointed, modes_of, of_stages
+from fxpipe.ir.graph import DEVICE, attribute
+from fxpipe.runtime.streams import COMPUTE, stream_name
+from passes.common.modes import OFFLOAD, Modes, is_checkpointed, modes_of, of_stages
 from passes.common.segments import Segments, counts, segments_of
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
@@ -38,8 +45,8 @@ class Checkpoint:
 
     Args:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
-            last micro-batch, whose backward follows its forward at once ("except_last"); or one of
-            these for each stage.
+            last micro-batch, whose backward follows its forward at once ("except_last"). "offload":
+            all but these have their activations on the host. Or one of these for each stage.
         segments: the number of segments that a checkpointed stage is cut into, each checkpointed by
             itself; or the number of each stage.
 
@@ -61,17 +68,25 @@ class Checkpoint:
         stages = 1 + max((stage for _, stage in found), default=0)
         modes, segments = of_stages(self.mode, stages), counts(self.segments, self.mode, stages)
         for cell, nodes in found.items():
-            if is_checkpointed(modes[cell[1]], cell[0], chunks):
-                self._checkpoint(gm, cell, nodes, segments[cell[1]])
+            mode = modes[cell[1]]
+            is_offloaded = mode == OFFLOAD and cell[0] < chunks - 1
+            if is_offloaded or is_checkpointed(mode, cell[0], chunks):
+                self._checkpoint(gm, cell, nodes, segments[cell[1]], is_offloaded)
         return sweep(gm)
 
     def _checkpoint(
-        self, gm: fx.GraphModule, cell: Cell, nodes: list[fx.Node], segments: int
+        self,
+        gm: fx.GraphModule,
+        cell: Cell,
+        nodes: list[fx.Node],
+        segments: int,
+        is_offloaded: bool,
     ) -> None:
         (call,) = (node for node in nodes if node.op == "call_module")
         writer = Writer(cell, after=call)
         if segments == 1:
-            output, handle = _run(writer, str(call.target), call.args, like=call)
+            run = _offload if is_offloaded else _run
+            output, handle = run(writer, str(call.target), call.args, like=call)
             call.replace_all_uses_with(output)
             gone = [call]
         else:
@@ -94,6 +109,19 @@ def _run(
     Returns the node of its output, and that of the handle by which the call is run again.
     """
     pair = writer.call(ops.checkpoint, (writer.attribute(target), *args), "checkpoint")
+    output = writer.item(pair, 0, like=like)
+    return output, writer.call(operator.getitem, (pair, 1), "handle")
+
+
+def _offload(
+    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Add a call of the module at the path ``target`` whose activations move to the host.
+
+    Returns the node of its output, and that of the handle by which they come back.
+    """
+    stream = stream_name(like.meta[DEVICE], COMPUTE)
+    pair = writer.call(ops.offloaded, (writer.attribute(target), stream, *args), "offloaded")
     output = writer.item(pair, 0, like=like)
     return output, writer.call(operator.getitem, (pair, 1), "handle")
 

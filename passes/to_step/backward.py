@@ -9,6 +9,8 @@
                            tape ─────── weight_grad, whenever the schedule has time for it
 
     checkpointed           tape ─────── replay, ahead of the backward: it waits for no gradient
+
+    on the host            tape ─────── reload, an action ahead of the backward
 """
 
 from __future__ import annotations
@@ -56,6 +58,12 @@ def write_recomputation(draft: Draft, at: Action) -> None:
     """Write the second run of a forward that has kept no activations."""
     tape = draft.cell(at.stage, at.microbatch).tape
     draft.note(draft.nodes.call(ops.replay, (tape,), "replay", at), at)
+
+
+def write_reload(draft: Draft, at: Action) -> None:
+    """Let activations come back from the host."""
+    tape = draft.cell(at.stage, at.microbatch).tape
+    draft.note(draft.nodes.call(ops.reload, (tape,), "reload", at), at)
 
 
 def write_weight_grad(draft: Draft, at: Action) -> None:

@@ -26,7 +26,8 @@ from torch import fx, nn
 
 from fxpipe.ir.graph import ACTION, FIRST, TURN
 from fxpipe.schedule import Action, Kind
-from passes.common.modes import Modes, is_checkpointed, of_stages
+from fxpipe.schedule.recomputation import recomputed_cells
+from passes.common.modes import OFFLOAD, Modes, is_checkpointed, of_stages
 from passes.to_step.caller import Caller
 from passes.to_step.flows import Flows
 from passes.to_step.nodes import Nodes
@@ -119,6 +120,16 @@ class Draft:
     def is_checkpointed(self, at: Action) -> bool:
         """Whether the forward of an action's stage and micro-batch keeps no activations."""
         return is_checkpointed(self._modes[at.stage], at.microbatch, self.schedule.microbatches)
+
+    def is_offloaded(self, at: Action) -> bool:
+        """Whether the activations of an action's stage and micro-batch go to the host: those that
+        the schedule brings back. The others stay, as their backward follows at once."""
+        return self._modes[at.stage] == OFFLOAD and (at.stage, at.microbatch) in self._brought_back
+
+    @cached_property
+    def _brought_back(self) -> frozenset[tuple[int, int]]:
+        lanes = range(len(self.schedule.lanes))
+        return recomputed_cells(each for lane in lanes for each in self.schedule.actions(lane))
 
     @cached_property
     def _modes(self) -> list[str]:

@@ -4,7 +4,7 @@
 
     (arrive) ── arguments ── forward ──┬── results ──┬── (leave for the stages that use them next)
                                        │  passed on ─┘
-                                       └── tape
+                                       └── tape ── (offload)
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import SHAPES
+from fxpipe.runtime.streams import COMPUTE
 from fxpipe.schedule import Action
+from passes.common.modes import OFFLOAD
 from passes.common.shapes import shapes_of
 from passes.to_step.draft import Draft
 from passes.to_step.flows import StageCall
@@ -31,10 +33,9 @@ def write_forward(draft: Draft, at: Action) -> None:
     cell.values |= draft.traffic.arrive(range(at.stage), at)
     args = tuple(draft.value(arg, at) for arg in stage.call.args)
     passed = tuple(stage.call.args.index(value) for value in stage.passed)
-    is_checkpointed = draft.is_checkpointed(at)
     call = draft.nodes.call(
         ops.forward,
-        (_module(draft, stage, at), args, passed, stage.is_single, is_checkpointed),
+        (_module(draft, stage, at), args, passed, stage.is_single, _checkpoint(draft, at)),
         "forward",
         at,
     )
@@ -50,6 +51,16 @@ def write_forward(draft: Draft, at: Action) -> None:
             leaving.setdefault(target, {})[value] = made
     for target, values in sorted(leaving.items()):
         draft.traffic.leave(values, target, at)
+
+
+def write_offload(draft: Draft, at: Action) -> None:
+    """Let the activations of an action's stage and micro-batch leave for the host."""
+    tape = draft.cell(at.stage, at.microbatch).tape
+    draft.nodes.call(ops.offload, (tape, draft.nodes.stream(at.stage, COMPUTE)), "offload", at)
+
+
+def _checkpoint(draft: Draft, at: Action) -> bool | str:
+    return OFFLOAD if draft.is_offloaded(at) else draft.is_checkpointed(at)
 
 
 def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:

@@ -39,7 +39,7 @@ from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
 from fxpipe.schedule.recomputation import recomputed_cells, with_recomputations
-from passes.common.modes import Modes, checkpointed, of_stages
+from passes.common.modes import Modes, away, checkpointed, of_stages, offloaded
 from passes.common.segments import Segments, counts
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
@@ -97,7 +97,8 @@ class Step:
                 f"pipeline {stages}: give a schedule of {stages}, or as many devices"
             )
         edges = Flows(gm).edges
-        step = replace(self, schedule=joined(self.schedule, edges))
+        hosts = offloaded(self.checkpoint, stages)
+        step = replace(self, schedule=joined(self.schedule, edges).reloading(hosts))
         step._check_recomputations()
         lanes = [list(step.schedule.actions(lane)) for lane in range(len(step.schedule.lanes))]
         actions = [action for _, action in run_order(lanes, Needs(step.schedule, edges).of)]
@@ -133,10 +134,11 @@ class Step:
     def _check_recomputations(self) -> None:
         """Refuse recomputations that the schedule has, and that the checkpoint modes forbid."""
         lanes = range(len(self.schedule.lanes))
+        modes = of_stages(self.checkpoint, self.schedule.stages)
         actions = (action for lane in lanes for action in self.schedule.actions(lane))
         for stage, microbatch in sorted(recomputed_cells(actions)):
             said = f"the schedule {self.schedule.name!r} has {stage}R{microbatch}, and "
-            if microbatch >= self._checkpointed[stage]:
+            if microbatch >= away(modes[stage], self.schedule.microbatches):
                 raise StepError(
                     f"{said}stage {stage} keeps the activations of micro-batch {microbatch}, so "
                     "that there is nothing to recompute: take this action out of the schedule, or "

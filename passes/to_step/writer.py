@@ -20,9 +20,14 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import ONCE, STAGE, UPDATES
 from fxpipe.schedule import Action, Kind
-from passes.to_step.backward import write_backward, write_recomputation, write_weight_grad
+from passes.to_step.backward import (
+    write_backward,
+    write_recomputation,
+    write_reload,
+    write_weight_grad,
+)
 from passes.to_step.draft import Draft
-from passes.to_step.forward import write_forward
+from passes.to_step.forward import write_forward, write_offload
 from passes.to_step.loss import write_loss, write_loss_backward
 
 
@@ -50,8 +55,12 @@ def _write_action(draft: Draft, action: Action) -> None:
         write_forward(draft, action)
         if is_last_stage:
             write_loss(draft, action.microbatch)
+        if draft.is_offloaded(action):
+            write_offload(draft, action)
     elif action.kind is Kind.WEIGHT_GRAD:
         write_weight_grad(draft, action)
+    elif draft.is_offloaded(action) and action.kind is Kind.RECOMPUTE:
+        write_reload(draft, action)
     elif action.kind is Kind.RECOMPUTE:
         if is_last_stage:  # ahead of it, since it frees what the loss has saved
             write_loss_backward(draft, action.microbatch)

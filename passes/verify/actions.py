@@ -8,7 +8,8 @@
                                                               gradients of parameters ─ optimize
 
 1. Every tape is used up, once: by a backward, or by a backward_input and then a weight_grad. One
-   that was recorded without activations is replayed ahead of that, and no other one is.
+   that was recorded without activations is replayed ahead of that, and no other one is. One
+   whose activations move to the host is moved once, and reloaded once ahead of the backward.
 2. A backward is given the gradients of just those values that its forward has given, from the
    stages that these have gone to, and comes after the loss's backward.
 3. A parameter is stepped once, in its home, after all its gradients: those of all micro-batches, of
@@ -24,6 +25,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
+from passes.common.modes import OFFLOAD
 from passes.to_step.forward import DEFERRED
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
@@ -36,7 +38,7 @@ from passes.verify.visit import GRADIENT, PARAMETER, Visit, rule, said
 
 @rule(ops.forward)
 def _forward(visit: Visit, node: fx.Node) -> Any:
-    module, args, passed, single, is_checkpointed = node.args
+    module, args, passed, single, checkpoint = node.args
     assert isinstance(module, fx.Node)
     path = str(module.target)
     stage = visit.stage(path, node)
@@ -63,9 +65,7 @@ def _forward(visit: Visit, node: fx.Node) -> Any:
         Known(name, node.meta.get(MICROBATCH), visit.here(), event.clock, node, giver)
         for name in names
     )
-    visit.step.recordings[node] = Recording(
-        node, stage, giver, given, results, bool(is_checkpointed)
-    )
+    visit.step.recordings[node] = Recording(node, stage, giver, given, results, checkpoint)
     return results, KnownTape(node)
 
 
@@ -147,15 +147,42 @@ def _taken(visit: Visit, node: fx.Node) -> Recording:
 @rule(ops.replay)
 def _replay(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
-    if not recording.is_checkpointed:
+    if recording.checkpoint is not True:
         raise VerifyError("it replays a forward that has kept its activations", node)
-    if recording.replay is not None or recording.backward is not None:
-        earlier = recording.replay or (recording.backward.node if recording.backward else None)
-        raise VerifyError("the stage has been run again already, or needs not be", node, earlier)
-    visit.step.note_action(node)
-    recording.replay = node
+    _note_replay(visit, recording, node)
     assert recording.stage is not None
     use_parameters(visit, recording.stage, visit.event(node))
+
+
+def _note_replay(visit: Visit, recording: Recording, node: fx.Node) -> None:
+    if recording.replay is not None or recording.backward is not None:
+        earlier = recording.replay or (recording.backward.node if recording.backward else None)
+        raise VerifyError(
+            "the activations have been made again or brought back already, or need not be",
+            node,
+            earlier,
+        )
+    visit.step.note_action(node)
+    recording.replay = node
+
+
+@rule(ops.offload)
+def _offload(visit: Visit, node: fx.Node) -> Any:
+    recording = _taken(visit, node)
+    if recording.checkpoint != OFFLOAD:
+        raise VerifyError("it moves activations that are not recorded for that", node)
+    if recording.offload is not None or recording.backward is not None:
+        earlier = recording.offload or (recording.backward.node if recording.backward else None)
+        raise VerifyError("the activations have moved already, or need not move", node, earlier)
+    recording.offload = node
+
+
+@rule(ops.reload)
+def _reload(visit: Visit, node: fx.Node) -> Any:
+    recording = _taken(visit, node)
+    if recording.offload is None:
+        raise VerifyError("it brings back activations that have not moved", node, recording.node)
+    _note_replay(visit, recording, node)
 
 
 @rule(ops.backward, ops.backward_input)
@@ -180,9 +207,13 @@ def _check_tape(recording: Recording, node: fx.Node) -> None:
         raise VerifyError("it runs the backward of a stage, and is given a loss's tape", node)
     if recording.backward is not None:
         raise VerifyError("the tape has been used already", node, recording.backward.node)
-    if recording.is_checkpointed and recording.replay is None:
+    if recording.checkpoint and recording.replay is None:
+        is_away = recording.checkpoint == OFFLOAD
         raise VerifyError(
-            "the forward has kept no activations", node, recording.node, "a replay of the forward"
+            f"the forward has kept no activations{' on the device' * is_away}",
+            node,
+            recording.node,
+            "a reload" if is_away else "a replay of the forward",
         )
 
 

@@ -38,6 +38,8 @@ from passes.to_pipeline.cells import Cell
 from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
+AGAIN = (ops.checkpoint, ops.offloaded)
+"""The calls of a stage whose activations have to be made, or brought, for the backward."""
 GATES = (ops.wait, ops.fork, ops.join, ops.recompute)
 ORDER: dict[object, int] = {ops.wait: 0, ops.recompute: 1, ops.fork: 2}
 """The gates that values pass as they leave a cell, in order. In the backward the fork comes first,
@@ -51,7 +53,9 @@ def check_backward(graph: fx.Graph, cells: Mapping[Cell, Sequence[fx.Node]]) -> 
 
     Raises :class:`VerifyError` for a graph in which they may come in another order.
     """
-    is_checkpointed = graph.find_nodes(op="call_function", target=ops.checkpoint, sort=False)
+    is_checkpointed = any(
+        graph.find_nodes(op="call_function", target=target, sort=False) for target in AGAIN
+    )
     if not is_checkpointed and not graph.find_nodes(op="call_module", sort=False):
         return  # a step graph, in which each backward is a node
     for brought in graph.find_nodes(op="call_function", target=ops.bring, sort=False):
@@ -114,7 +118,7 @@ class _CellContents:
                 found.forks.append(node)
             elif function is ops.join:
                 found.joins.append(node)
-            elif function is ops.checkpoint or node.op == "call_module":
+            elif function in AGAIN or node.op == "call_module":
                 found.calls.append(node)
                 found.has_streams = STREAM in node.meta
             if not inside.issuperset(node.users) and not _is_phony(node):
@@ -141,11 +145,12 @@ def _check_exit(own: _CellContents) -> None:
             gates[-1],
             gates[0],
         )
-    is_checkpointed = any(call.target is ops.checkpoint for call in own.calls)
+    is_checkpointed = any(call.target in AGAIN for call in own.calls)
     again = [gate for gate in gates if gate.target is ops.recompute]
     if is_checkpointed != bool(again) or len(again) > 1:
         raise VerifyError(
-            "a checkpointed stage is run again by one recompute, which all that leaves it passes",
+            "a checkpointed stage is run again, and an offloaded one brought back, by one "
+            "recompute, which all that leaves it passes",
             (again or own.calls)[-1],
         )
     if again and again[0].args[1] is not _handle(own.calls[-1]):

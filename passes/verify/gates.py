@@ -67,6 +67,13 @@ def _checkpoint(visit: Visit, node: fx.Node) -> Any:
     return run_stage(visit, node, str(module.target), args), KnownHandle(node)
 
 
+@rule(ops.offloaded)
+def _offloaded(visit: Visit, node: fx.Node) -> Any:
+    module, _, *args = node.args
+    assert isinstance(module, fx.Node)
+    return run_stage(visit, node, str(module.target), args), KnownHandle(node)
+
+
 @rule(ops.recompute)
 def _recompute(visit: Visit, node: fx.Node) -> Any:
     handle = visit.given(node.args[1])

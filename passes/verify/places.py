@@ -25,6 +25,7 @@ CARRIERS = (ops.copy, ops.portal_copy, ops.send)
 TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
 BRINGING = (ops.bring, ops.replicate)
 NAMING_STREAMS = {*CARRIERS, *BRINGING, ops.wait}  # the functions whose arguments name two streams
+LEAVING = {ops.offload, ops.offloaded}  # those that name the stream from which activations move
 
 
 class Places:
@@ -45,7 +46,8 @@ class Places:
 
         Of nodes for which all of this is the same, the first one is checked."""
         note, function = node.meta.get, node.target
-        streams = node.args[1:3] if function in NAMING_STREAMS else ()
+        named = 2 if function in NAMING_STREAMS else int(function in LEAVING)
+        streams = node.args[1 : 1 + named]
         place = note(STAGE), note(LANE), note(DEVICE), note(STREAM), function, streams
         lane = self._checked.get(place)
         if lane is None:
@@ -86,6 +88,10 @@ class Places:
             )
         if node.target in NAMING_STREAMS:
             self._check_streams(node, device)
+        if node.target in LEAVING and node.args[1] != (own := stream_name(device, COMPUTE)):
+            raise VerifyError(
+                f"activations move to the host from {own!r}, which it computes on", node
+            )
 
     def device_of(self, lane: int) -> str | None:
         """The device of a lane; None if no node of it has been visited."""

@@ -23,6 +23,7 @@ class Recording:
 
         forward ── (replay) ── backward                       of a tape that is used whole
         forward ── (replay) ── backward_input ── weight_grad  of one that is used in halves
+        forward ── offload ── reload ── backward              of one that moves to the host
 
     Args:
         node: the forward or the loss.
@@ -30,7 +31,8 @@ class Recording:
         giver: names the stage among the givers of values.
         given: what is known of the arguments; for a loss, of the output.
         results: what is known of the results; empty for a loss.
-        is_checkpointed: whether the backward needs a replay.
+        checkpoint: whether the backward needs a replay; "offload" if the activations move to the
+            host and back.
     """
 
     node: fx.Node
@@ -38,8 +40,10 @@ class Recording:
     giver: str
     given: Any
     results: tuple[Known, ...] = ()
-    is_checkpointed: bool = False
+    checkpoint: object = False
     replay: fx.Node | None = None
+    """The node that makes the activations again, or brings them back."""
+    offload: fx.Node | None = None
     backward: Event | None = None
     weight_grad: fx.Node | None = None
     loss: Recording | None = None

@@ -67,8 +67,15 @@ def streams(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.fixture
+def however_small(monkeypatch):
+    """Small tensors move to the host, too, with ``checkpoint="offload"``."""
+    monkeypatch.setattr("fxpipe.runtime.checkpointing.offload.SMALL", 1)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "offload"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("however_small")
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint):
     make, inputs = MODELS[name]
     model, x = make(), inputs(BATCH)
@@ -134,8 +141,13 @@ def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
         ("1f1b", "always", 2),
         ("zb_h1", "always", 2),
         ("zbv", "always", 1),
+        ("gpipe", "offload", 1),
+        ("1f1b", "offload", 1),
+        ("zb_h1", "offload", 1),
+        ("looped_bfs", "offload", 1),
     ],
 )
+@pytest.mark.usefixtures("however_small")
 def test_a_checkpointed_step(schedule, checkpoint, segments):
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)

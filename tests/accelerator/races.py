@@ -233,6 +233,31 @@ def test_on_the_host_there_is_nonsense_before_it_has_waited():
     assert x.cpu().tolist() == [0, 1, 2, 3]
 
 
+def there_and_back(waits):
+    """Copy a tensor to the host on one stream, and back on another one, which ``waits`` for it."""
+    x = torch.arange(4.0, device=HERE)
+    on_host = torch.empty(4, pin_memory=True)
+    on_host.copy_(x, non_blocking=True)
+    copied = torch.accelerator.current_stream(HERE).record_event()
+    back = torch.Stream(HERE)
+    if waits:
+        back.wait_event(copied)
+    with back:
+        y = on_host.to(HERE, non_blocking=True)
+    torch.accelerator.synchronize(HERE)
+    return y.cpu()
+
+
+def test_what_comes_to_the_host_may_go_back_by_a_stream_that_waits_for_it():
+    assert there_and_back(waits=True).tolist() == [0, 1, 2, 3]
+
+
+def test_what_comes_to_the_host_may_not_go_back_by_a_stream_that_does_not_wait():
+    there_and_back(waits=False)
+    race, *_ = found()
+    assert "nobody has waited for it" in race
+
+
 def test_pinned_memory_that_is_overwritten_too_early_is_found():
     x = torch.ones(4).pin_memory()
     assert x.is_pinned() and x[2:].is_pinned() and not torch.ones(4).is_pinned()

@@ -75,7 +75,9 @@ class Setting:
 SETTINGS = (
     Setting(False, "gpipe", "never"),
     Setting(False, "gpipe", "always"),
+    Setting(False, "gpipe", "offload"),
     Setting(True, "1f1b", "always"),
+    Setting(True, "gpipe", "offload"),
     Setting(True, "zb_h1", "never", is_weighted=True),
 )
 

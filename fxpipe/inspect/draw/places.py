@@ -43,7 +43,7 @@ def in_words(places: Iterable[Place]) -> str:
 
 _BACKWARD = (
     *(ops.loss_backward, ops.replay, ops.backward, ops.backward_input, ops.weight_grad),
-    ops.optimize,
+    *(ops.reload, ops.optimize),
 )
 
 

@@ -44,7 +44,7 @@ MEANING = {
     Kind.BACKWARD: "B: backward",
     Kind.BACKWARD_INPUT: "I: gradients of the inputs",
     Kind.WEIGHT_GRAD: "W: gradients of the weights",
-    Kind.RECOMPUTE: "R: a forward that kept no activations, again",
+    Kind.RECOMPUTE: "R: activations again, by a second forward or from the host",
 }
 # No boxes are drawn for these operators: they count as part of an action of one of these kinds.
 _WITH: dict[Callable[..., Any], tuple[Kind, ...]] = {

@@ -21,20 +21,21 @@ second run overlaps the copy of the incoming gradient (torchgpipe, section 3.3).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint as pytorch
 
 from fxpipe.ir._torch import is_forward_mode, transforms
 from fxpipe.ir.text import kind
 from fxpipe.runtime.ambient import is_traced
+from fxpipe.runtime.checkpointing.offload import Offload
 from fxpipe.runtime.checkpointing.options import CheckpointOptions, Contexts
 from fxpipe.runtime.checkpointing.recomputation import CheckpointError, Frame, repetition_running
 from fxpipe.runtime.dependency import gate
-from fxpipe.runtime.streams import beside, current, on
+from fxpipe.runtime.streams import beside, current, device_of, on
 
 __all__ = [
     "CheckpointError",
@@ -43,6 +44,7 @@ __all__ = [
     "Handle",
     "checkpoint",
     "checkpointed",
+    "offloaded",
     "recompute",
 ]
 
@@ -56,7 +58,7 @@ class Handle:
     def __init__(self, frame: Frame) -> None:
         self._frame = weakref.ref(frame)
 
-    def recompute(self) -> None:
+    def restore(self) -> None:
         """Run the function again, if the graph still needs saved tensors that are not there."""
         if (frame := self._frame()) is not None:
             frame.recompute()
@@ -69,11 +71,16 @@ def checkpointed(
     around = repetition_running()
     if around is not None:
         around.stop_if_done()
-    is_plain = not torch.is_grad_enabled() or transforms() or is_forward_mode()
-    if is_plain or is_traced((*args, *kwargs.values())):
+    if _is_plain((*args, *kwargs.values())):
         return fn(*args, **kwargs), None
     frame = Frame(fn, args, kwargs, options or CheckpointOptions())
     return frame.run(args, kwargs), Handle(frame)
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
+    """Whether a call with these arguments records nothing that would have to be made again."""
+    is_off = not torch.is_grad_enabled() or transforms() or is_forward_mode()
+    return bool(is_off or is_traced(args))
 
 
 def checkpoint(
@@ -138,7 +145,7 @@ def checkpoint(
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, handle: Handle, computing: list[torch.Stream], *tensors: Tensor
+        ctx: Any, handle: Handle | Offload, computing: list[torch.Stream], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.handle, ctx.computing = handle, computing
@@ -147,13 +154,28 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with on(*ctx.computing):
-            ctx.handle.recompute()
+            ctx.handle.restore()
         return (None, None, *grads)
 
 
-def recompute(values: Any, handle: Handle | None) -> Any:
+def offloaded(module: nn.Module, source: str, *args: Any) -> tuple[Any, Offload | None]:
+    """Call a module, and move what it saves for its backward from the source stream's device to the
+    host. Returns the output, and the handle for :func:`recompute` (None for a plain call)."""
+    # Its forward is called, and not the module: fx prints errors in a call of a module to stderr.
+    device = device_of(source)
+    if device is None or _is_plain(args):
+        return module.forward(*args), None
+    handle = Offload(module, args)
+    with handle.saving():
+        output = module.forward(*args)
+    handle.out(device)
+    return output, handle
+
+
+def recompute(values: Any, handle: Handle | Offload | None) -> Any:
     """Pass the values on unchanged; when the backward reaches them, the checkpointed call runs
-    again, ahead of its own backward.
+    again, ahead of its own backward. If the call was :func:`offloaded`, what it has saved begins to
+    come back.
 
     It runs on the streams on which it ran before. These do not wait for the gradients, which may
     still be on their way, so that the second run overlaps their copy.

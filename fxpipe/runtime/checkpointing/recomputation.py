@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _here = threading.local()  # .repetition: the innermost second run of this thread
 
 
-def _hook(function: F) -> F:
+def uncompiled(function: F) -> F:
     """Keep Dynamo from compiling a hook on saved tensors, as it would where compiled code calls the
     hook because it calls the checkpointed function."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
@@ -123,7 +123,7 @@ class Frame:
             if (slot := ref()) is not None:
                 yield i, slot
 
-    @_hook
+    @uncompiled
     def pack(self, tensor: Tensor) -> Any:
         if self.surroundings.has_parameter(tensor):
             return tensor, version_in(tensor)  # alive anyway, but an optimizer may write to it
@@ -205,7 +205,7 @@ class Repetition:
         if self.is_done:
             raise _Stop(self)
 
-    @_hook
+    @uncompiled
     def pack(self, tensor: Tensor) -> Any:
         frame, index = self.frame, self.count
         if frame.surroundings.has_parameter(tensor):
@@ -259,12 +259,12 @@ def repetition_running() -> Repetition | None:
     return getattr(_here, "repetition", None)
 
 
-@_hook
+@uncompiled
 def _held(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@_hook
+@uncompiled
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, tuple):
         parameter, version = packed

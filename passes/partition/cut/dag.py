@@ -141,19 +141,21 @@ class Way:
         received: the fraction of the bytes that a stage receives which it keeps, as the arguments
             of a checkpoint.
         again: the fraction of its forward that a stage runs a second time.
+        moved: the fraction of its saved bytes that a stage moves to the host's memory, and back.
     """
 
     held: Floats | float = 1.0
     received: Floats | float = 0.0
     again: Floats | float = 0.0
+    moved: Floats | float = 0.0
 
-    def of(self, stages: int) -> tuple[Floats, Floats, Floats]:
-        """The three numbers for each of the stages."""
-        held, received, again = (
+    def of(self, stages: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """The four numbers for each of the stages."""
+        held, received, again, moved = (
             np.broadcast_to(np.asarray(given, dtype=np.float64), (stages,))
-            for given in (self.held, self.received, self.again)
+            for given in (self.held, self.received, self.again, self.moved)
         )
-        return held, received, again
+        return held, received, again, moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +170,8 @@ class Machine:
         ways: the ways in which a stage may keep what its backward needs. Each stage goes the one
             that takes it least time of those that its memory has room for.
         apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
+        host: ``[k]``: the seconds that a byte takes to the host's memory, or back, over links that
+            are used for nothing else. None: no time.
     """
 
     stages: int
@@ -176,6 +180,7 @@ class Machine:
     memory: Floats | None = None
     ways: tuple[Way, ...] = (Way(),)
     apart: Floats | None = None
+    host: Floats | None = None
 
     def __post_init__(self) -> None:
         k = self.stages
@@ -184,6 +189,7 @@ class Machine:
             "latency": np.zeros((k, k)),
             "memory": np.full(k, np.inf),
             "apart": np.ones((k, k)),
+            "host": np.zeros(k),
         }
         for name, default in defaults.items():
             given = getattr(self, name)
@@ -207,6 +213,14 @@ class Machine:
         """``[ways, k]``, see :class:`Way`."""
         return np.stack([way.of(self.stages)[2] for way in self.ways])
 
+    @cached_property
+    def by_host(self) -> Floats:
+        """``[ways, k]``: the seconds for which a byte that is saved occupies the link to the host's
+        memory."""
+        moved: Floats = np.stack([way.of(self.stages)[3] for way in self.ways])
+        by_host: Floats = moved * np.asarray(self.host, dtype=np.float64)
+        return by_host
+
     def fastest(self, dag: Dag) -> Floats:
         """``[k, n]``: the seconds of each node at each stage, if the stage goes the way that takes
         least time, whatever memory it needs."""
@@ -224,7 +238,7 @@ class Machine:
 class Prices:
     """The costs of a cut. Arrays are ``[k]``, with an entry for each stage."""
 
-    compute: Floats  # seconds
+    compute: Floats  # seconds; those of the way to the host, where they are more
     link: Floats  # seconds that its hops take, both directions
     times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
@@ -289,7 +303,8 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
             else:
                 taken_in[target] += value.size
     needed = fixed + machine.held * saved + machine.received * taken_in  # [ways, k]
-    takes = once + machine.again * forward
+    # What moves to the host does so beside computation.
+    takes = np.maximum(once + machine.again * forward, machine.by_host * saved)
     has_room = needed <= machine.memory * ROOM
     fastest, smallest = np.where(has_room, takes, np.inf).argmin(axis=0), needed.argmin(axis=0)
     way = np.where(has_room.any(axis=0), fastest, smallest)

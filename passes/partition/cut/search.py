@@ -265,12 +265,17 @@ class Search:
         fixed, saved, taken_in = self._bytes(stage, first, then)
         row = self.forward[:, stage % len(self.dag.forward)]
         forward = row[then][None, :] - row[first][:, None]
-        more = m.again[:, stage] - m.again[:, stage].min()
-        for way in np.argsort(more, kind="stable"):
+        more, by_host = m.again[:, stage] - m.again[:, stage].min(), m.by_host[:, stage]
+        # A way over the host may take longer than a way that comes behind it.
+        for way in np.lexsort((by_host > 0, more)):
             need = fixed + m.held[way, stage] * saved + m.received[way, stage] * taken_in
             fits = need <= m.memory[stage] * ROOM
-            found = np.where(fits & np.isinf(found), more[way] * forward, found)
-            if not (can & np.isinf(found)).any():
+            takes = more[way] * forward
+            if by_host[way]:
+                weights = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
+                takes = np.maximum(takes, by_host[way] * saved - weights)
+            found = np.where(fits, np.minimum(found, takes), found)
+            if not by_host.any() and not (can & np.isinf(found)).any():
                 break
         return found
 

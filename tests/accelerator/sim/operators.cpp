@@ -23,10 +23,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <unordered_set>
 
 namespace sim {
@@ -502,12 +504,17 @@ at::Tensor nonsense(const at::Tensor& like) {
   return at::bitwise_not(like); // no value is its own
 }
 
-bool is_on_its_way(const at::Tensor& tensor) {
+// What a tensor in the host's memory will be when all that a stream has waited for has come there.
+// The second value says whether something is on its way there for which the stream does not wait.
+std::pair<at::Tensor, bool> as_it_comes(const at::Tensor& tensor, c10::Stream stream) {
   std::lock_guard lock(copies_mutex);
   for (const auto& each : copies) {
-    if (each.target.storage().is_alias_of(tensor.storage())) return true;
+    if (!each.target.storage().is_alias_of(tensor.storage())) continue;
+    const bool is_same = each.target.data_ptr() == tensor.data_ptr() && each.target.sizes() == tensor.sizes();
+    if (!is_same || !Detector::get().stream_knows(stream, each.until)) return {tensor, true};
+    return {each.value, false};
   }
-  return false;
+  return {tensor, false};
 }
 
 void use(std::vector<Use>& uses, const at::Tensor& tensor, bool is_write) {
@@ -525,7 +532,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const bool between = !to_host && !from_host && source.device() != target.device();
   const auto there = current_stream(to_host ? source.device() : target.device());
   const std::string what = "aten::copy_ from " + source.device().str() + " to " + target.device().str();
-  if (from_host && is_on_its_way(source)) {
+  const bool is_read_later = from_host && non_blocking && is_pinned(source);
+  const auto [given, is_too_early] = from_host ? as_it_comes(source, stream) : std::pair(source, false);
+  if (is_too_early || (!is_read_later && !given.is_same(source))) {
     detector.report(what + "\n  reads on the host what is still copied there: nobody has waited for it\n");
   }
   if ((to_host || from_host) && !non_blocking) wait_here(what);
@@ -550,16 +559,15 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     clocks.waits(there, clocks.recorded(stream));
   }
   // What is not pinned the host copies by way of memory that is, and waits for.
-  const bool reads_later = from_host && non_blocking && is_pinned(source);
-  if (from_host && !reads_later) clocks.host_waits(stream);
+  if (from_host && !is_read_later) clocks.host_waits(stream);
 
   OnHost guard;
-  if (reads_later && source.numel() > 0) {
+  if (is_read_later && source.numel() > 0) {
     std::lock_guard lock(copies_mutex);
-    readings.push_back({detector.record(stream), source, at::empty_like(source).copy_(source), what});
+    readings.push_back({detector.record(stream), source, at::empty_like(source).copy_(given), what});
   }
   Aliases aliases;
-  const auto from = from_host ? source : aliases.of(source);
+  const auto from = from_host ? given : aliases.of(source);
   const auto to = to_host ? target : aliases.of(target);
   if (!to_host || !non_blocking) {
     to.copy_(from);
@@ -626,7 +634,12 @@ void land_copies() {
 
 void check_sources() {
   std::lock_guard lock(copies_mutex);
-  for (auto& each : readings) tell_if_overwritten(each);
+  for (auto& each : readings) {
+    const bool is_coming = std::any_of(copies.begin(), copies.end(), [&](const auto& copy) {
+      return copy.target.storage().is_alias_of(each.source.storage());
+    });
+    if (!is_coming) tell_if_overwritten(each); // else it is not there yet
+  }
   readings.clear();
 }
 

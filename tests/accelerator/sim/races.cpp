@@ -238,6 +238,18 @@ bool Detector::host_knows(const Clock& event) {
   return true;
 }
 
+bool Detector::stream_knows(c10::Stream stream, const Clock& event) {
+  std::lock_guard lock(mutex_);
+  const int own = number_locked(stream);
+  const Clock& clock = of(own);
+  const Clock& host = host_locked();
+  for (size_t i = 0; i < event.size(); ++i) {
+    const int other = static_cast<int>(i);
+    if (other != own && !knows(clock, other, event[i]) && !knows(host, other, event[i])) return false;
+  }
+  return true;
+}
+
 Clock Detector::host() {
   std::lock_guard lock(mutex_);
   return host_locked();

@@ -78,6 +78,8 @@ class Detector {
   void host_waits(c10::DeviceIndex device);
   // Whether the host has waited for all that a clock says.
   bool host_knows(const Clock& event);
+  // Whether what the stream is given next comes after all that a clock says.
+  bool stream_knows(c10::Stream stream, const Clock& event);
 
   // What this thread has waited for. It is handed to other threads, who learn it (host_waits).
   Clock host();

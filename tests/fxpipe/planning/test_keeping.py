@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 import fxpipe
 from fxpipe.planning.question import PlanQuestion
 from fxpipe.schedule import Schedule
-from passes.common.modes import MODES, is_never
+from passes.common.modes import MODES, OFFLOAD, is_never
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 
 
@@ -29,22 +30,23 @@ class Block(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def plan(memory, checkpoint="auto", lanes=2, **options):
-    """The plan for twelve blocks, the first of which are wider."""
+def plan(memory, checkpoint="auto", lanes=2, host=None, **options):
+    """The plan for twelve blocks, the first of which are wider. ``host``: how many bytes per second
+    go to the host's memory, if there is one."""
     widths = [48] * 4 + [32] * 8
     layers = []
     for width, following in itertools.pairwise([*widths, widths[-1]]):
         layers += [Block(width), nn.Linear(width, following, bias=False)]
     model, x = on_meta(nn.Sequential(*layers), torch.zeros(2048, 48))
-    device = FREE_LINKS if memory is None else FREE_LINKS.with_memory(memory)
+    device = replace(FREE_LINKS, host_bytes_per_s=host, memory=memory)
     given = {"chunks": 8, "schedule": "1f1b", **options}
     return fxpipe.plan(model, [device] * lanes, example_inputs=x, checkpoint=checkpoint, **given)
 
 
-def best_of_all(memory, **options):
-    """The seconds of the fastest plan, of those with any modes; inf if none fits."""
+def best_of_all(memory, known=MODES, **options):
+    """The seconds of the fastest plan, of those with any of these modes; inf if none fits."""
     found = [float("inf")]
-    for modes in itertools.product(MODES, repeat=2):
+    for modes in itertools.product(known, repeat=2):
         with suppress(fxpipe.DoesNotFit):
             found.append(plan(memory, modes, **options).seconds)
     return min(found)
@@ -91,6 +93,37 @@ def test_of_a_given_cut_each_stage_gets_the_mode_for_which_it_has_room():
 def test_the_modes_are_in_the_plans_text():
     limit = 0.7 * max(plan(None, "never").memory)
     assert "checkpoint: always, never" in str(plan(limit))
+
+
+# ---------------------------------------------------------------------- in the memory of the host
+
+
+def test_over_a_fast_link_activations_go_to_the_host_and_nothing_is_computed_twice():
+    free = plan(None, "never", schedule="gpipe")
+    limit = 0.6 * max(free.memory)
+    found, again = (plan(limit, schedule="gpipe", host=host) for host in (1e15, None))
+    assert OFFLOAD in found.checkpoint and OFFLOAD not in again.checkpoint
+    assert found.fits and found.seconds < again.seconds
+    assert "activations that wait in the host's memory: " in str(found)
+    assert not again.timeline.host_memory
+    assert found.seconds <= free.seconds * 1.02
+
+
+def test_over_a_slow_link_nothing_moves():
+    limit = 0.6 * max(plan(None, "never").memory)
+    assert plan(limit, host=1.0).seconds == plan(limit).seconds
+
+
+@pytest.mark.parametrize(("part", "seconds"), [(0.8, 0.5), (0.6, 1.5), (0.45, 4.0)])
+def test_with_a_host_it_is_as_fast_as_the_best_of_all_modes(part, seconds):
+    """``seconds``: what the activations of a stage take to the host, in forwards of the stage."""
+    free = plan(None, "never", schedule="gpipe")
+    stage = free.stages[0]
+    host = stage.activation_bytes / (seconds * stage.seconds / 3)
+    limit = part * max(free.memory)
+    best = best_of_all(limit, (*MODES, OFFLOAD), schedule="gpipe", host=host)
+    found = plan(limit, schedule="gpipe", host=host)
+    assert found.fits and found.seconds <= best * (1 + 1e-9)
 
 
 # ---------------------------------------------------------------------------------- in segments

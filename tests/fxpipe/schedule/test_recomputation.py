@@ -225,3 +225,32 @@ def test_the_search_keeps_within_its_memory_with_recomputations():
     schedule = auto([again()] * 3, 3, 4, placement=(0, 1, 2), memory=memory, max_bytes=13.0)
     assert max(peaks(schedule, memory).lanes) <= 13
     assert Kind.FORWARD in {action.kind for action in schedule.actions(0)}
+
+
+# ----------------------------------------------------------------- what waits in the host's memory
+
+
+def test_activations_come_back_an_action_ahead_of_their_backward():
+    given = Schedule.from_text("0F0 0F1 0F2 0B2 0B1 0B0")
+    found = given.reloading({0})
+    assert found == Schedule.from_text("0F0 0F1 0F2 0R1 0B2 0R0 0B1 0B0")
+    assert found.reloading({0}) == found
+
+
+@pytest.mark.parametrize("line", ["0F0 0B0", "0F0 0F1 0B0 0B1", "0F0 (0F1;0B0)OVERLAP_F_B 0B1"])
+def test_activations_stay_if_there_is_no_time_for_the_way_there_and_back(line):
+    given = Schedule.from_text(line)
+    assert given.reloading({0}) == given
+
+
+def test_a_schedule_may_say_itself_when_activations_come_back():
+    given = Schedule.from_text("0F0 0F1 0R0 0F2 0F3 0B0 0B1 0B2 0B3")
+    expected = "0F0 0F1 0R0 0F2 0F3 0R1 0B0 0R2 0B1 0R3 0B2 0B3"
+    assert given.reloading({0}) == Schedule.from_text(expected)
+
+
+def test_only_the_stages_that_are_named_are_reloaded():
+    given = Schedule.from_text("0F0 0F1 0F2 0B2 0B1 0B0\n1F0 1F1 1F2 1B2 1B1 1B0")
+    assert given.reloading(()) is given
+    assert given.reloading({1}).lanes[0] == given.lanes[0]
+    assert given.reloading({1}).lanes[1] != given.lanes[1]

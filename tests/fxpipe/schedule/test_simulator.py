@@ -271,3 +271,57 @@ def test_numbers_that_do_not_fit():
         simulate(schedule, [UNIT] * 2, memory=Memory([1]))
     with pytest.raises(ValueError, match="give seconds, 0 or more"):
         StageCost(1, -1)
+
+
+# ----------------------------------------------------------------- what waits in the host's memory
+
+
+def offloading(seconds, line="0F0 0F1 0F2 0B2 0B1 0B0", memory=None):
+    """The timeline of a stage that moves 1 byte of each micro-batch, which takes so long each way.
+    A forward takes 1 second, a backward 2."""
+    cost = StageCost(1, 1, 1, offloaded=1)
+    links = Links(host={0: Link(latency=seconds)})
+    return simulate(Schedule.from_text(line).reloading({0}), [cost], links, memory)
+
+
+def moves(timeline):
+    return [(str(copy), copy.start, copy.end) for copy in timeline.transfers]
+
+
+def test_activations_move_beside_computation():
+    timeline = offloading(1)
+    assert moves(timeline) == [
+        ("activations of 0F0, to the host", 1, 2),
+        ("activations of 0F1, to the host", 2, 3),
+        ("activations of 0R1, back from the host", 3, 4),
+        ("activations of 0R0, back from the host", 5, 6),
+    ]
+    assert timeline.makespan == 3 + 6
+
+
+def test_a_backward_waits_for_what_comes_back():
+    # 0F1's activations are on the host after 7 s, and back after 10, when 0B1 begins.
+    timeline = offloading(3)
+    assert moves(timeline)[2] == ("activations of 0R1, back from the host", 7, 10)
+    assert (timeline.spans[-2].action.microbatch, timeline.spans[-2].start) == (1, 10)
+
+
+def test_no_forward_begins_while_two_micro_batches_are_still_leaving():
+    line = "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
+    starts = [span.start for span in offloading(3, line).spans if str(span)[1] == "F"]
+    assert starts == [0, 1, 4, 7], "0F0 has left after 4 s, 0F1 after 7"
+
+
+def test_what_leaves_is_held_until_the_next_move_and_what_comes_from_the_reload_on():
+    memory = Memory([1.0], checkpointed=3, offloaded={0})
+    timeline = offloading(0.5, memory=memory)
+    # 0F0's leave at 1, 0F1's at 2, when 0F0's are given up; 0F2 keeps its own from 2 on. At 3, when
+    # 0F1's are given up, 0R1 begins to bring them back. Each backward gives up its own.
+    held = ((0, 0), (1, 1), (2, 2), (3, 2), (5, 2), (7, 1), (9, 0))
+    assert timeline.memory == (held,)
+    assert timeline.host_memory == 2, "until their backward is done they have a place there"
+
+
+def test_activations_that_do_not_move_are_held_as_always():
+    memory = Memory([1.0], checkpointed=2, offloaded={0})
+    assert offloading(1, "0F0 0F1 0B0 0B1", memory=memory).peak_memory == (2,)

@@ -7,13 +7,18 @@ import pytest
 from fxpipe.schedule import named
 from passes.common.modes import (
     MODES,
+    OFFLOAD,
     alive,
+    away,
+    choices,
     is_checkpointed,
     is_never,
     milder,
     modes_of,
     of_stages,
+    offloaded,
     recomputed,
+    recomputing_less,
 )
 
 
@@ -46,7 +51,8 @@ def test_all_stages_have_one_mode_or_each_has_its_own():
 )
 def test_other_modes_are_refused(given):
     with pytest.raises(
-        ValueError, match=r"checkpoint is .*: give 'never', 'except_last', 'always', a list"
+        ValueError,
+        match=r"checkpoint is .*: give 'never', 'except_last', 'always', 'offload', a list",
     ):
         modes_of(given)
 
@@ -67,3 +73,27 @@ def test_of_each_stage_so_many_micro_batches_are_alive_as_its_mode_says(order):
     (kept, _), _ = alive(["except_last", "never"], 4, 2, order)
     (parted, _), _ = alive(["except_last", "never"], 4, 2, order, segments=[4, 1])
     assert (kept, parted) == (2, 1.25), "the last micro-batch is kept whole, none is recomputed so"
+
+
+def test_a_stage_whose_activations_are_on_the_host_recomputes_nothing():
+    assert recomputed(OFFLOAD, 4) == 0 and away(OFFLOAD, 4) == 4
+    assert not any(is_checkpointed(OFFLOAD, i, 4) for i in range(4))
+    assert offloaded(["never", OFFLOAD, "always"], 3) == {1}
+    assert recomputing_less(OFFLOAD) == ("never",) and not milder(OFFLOAD)
+
+
+def test_the_host_is_a_way_out_only_where_there_is_one():
+    assert choices("auto") == MODES
+    assert choices("auto", has_host=True) == ("never", OFFLOAD, "except_last", "always")
+    assert choices("always", has_host=True) == ("always",)
+
+
+@pytest.mark.parametrize("order", [None, named("gpipe", lanes=2, microbatches=4)])
+def test_of_activations_that_move_two_micro_batches_are_on_the_device(order):
+    assert alive(OFFLOAD, 4, 2, order) == ([2, 2], [0, 0])
+    assert alive(OFFLOAD, 1, 2) == ([1, 1], [0, 0])
+
+
+def test_where_fewer_are_alive_none_is_gained_by_moving_them():
+    order = named("1f1b", lanes=2, microbatches=4)
+    assert alive(OFFLOAD, 4, 2, order)[0] == alive("never", 4, 2, order)[0] == [2, 1]

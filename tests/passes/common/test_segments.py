@@ -19,6 +19,7 @@ def test_a_stage_that_is_never_recomputed_has_one_segment_whatever_is_given():
     assert counts(3, ["never", "except_last"], 2) == [1, 3]
     assert counts((2, 4), ["always", "never"], 2) == [2, 1]
     assert counts(3, "never", 2) == [1, 1]
+    assert counts(3, ["offload", "always"], 2) == [1, 3]
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, "many", [], [2, 0], [1, None], [[1]], {1: 2}])
@@ -35,11 +36,10 @@ def test_numbers_of_another_number_of_stages_are_refused():
 
 
 @pytest.mark.parametrize("given", [2, [1, 2]])
-def test_several_are_refused_where_no_stage_is_recomputed(given):
-    with pytest.raises(
-        ValueError, match=r'checkpoint_segments is .*2.*, but checkpoint is "never"'
-    ):
-        segments_of(given, ["never", "never"])
+@pytest.mark.parametrize("modes", ["never", "offload", ["never", "offload"]])
+def test_several_are_refused_where_no_stage_is_recomputed(given, modes):
+    with pytest.raises(ValueError, match=r"checkpoint_segments is .*2.*, but checkpoint is .*: g"):
+        segments_of(given, modes)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_a_stage_may_choose_each_mode_with_each_number_but_one_that_keeps_all_ha
         *(("except_last", number) for number in NUMBERS),
         *(("always", number) for number in NUMBERS),
     ]
+    assert ways("auto", "auto", has_host=True) == [found[0], ("offload", 1), *found[1:]]
     assert ways("auto", 3) == [("never", 3), ("except_last", 3), ("always", 3)]
     assert ways("always", 3) == [("always", 3)]
     assert ways("never", "auto") == [("never", "auto")]

@@ -351,3 +351,33 @@ def test_entries_for_inputs_and_outputs_must_be_as_many_as_these():
 def test_an_unknown_checkpoint_mode_is_refused():
     with pytest.raises(ValueError, match="'never', 'except_last', 'always', a list"):
         Checkpoint("sometimes")
+
+
+def test_activations_on_the_host_come_back_where_a_stage_would_run_again_but_for_the_last():
+    options = dict(starts=["b"], chunks=2, checkpoint="offload")
+    assert_expected_inline(
+        of_cell("checkpoint", Chain(2), cell=(0, 0), **options),
+        """\
+copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')
+wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')
+x_s0_mb0 = wait_s0_mb0[0]
+stage_0_mb0_module = self.stage_0
+offloaded_s0_mb0 = offloaded(stage_0_mb0_module, 'cpu/compute', x_s0_mb0)
+a_s0_mb0_1 = offloaded_s0_mb0[0]
+handle_s0_mb0 = offloaded_s0_mb0[1]
+wait_s0_mb0_1 = wait((a_s0_mb0_1,), 'cpu/compute', 'cpu/copy')
+recompute_s0_mb0 = recompute(wait_s0_mb0_1, handle_s0_mb0)
+a_s0_mb0 = recompute_s0_mb0[0]
+""",
+    )
+    assert_expected_inline(
+        of_cell("checkpoint", Chain(2), cell=(1, 0), **options),
+        """\
+copy_s0_mb1 = copy((x_mb1,), 'caller', 'cpu/copy')
+wait_s0_mb1 = wait(copy_s0_mb1, 'cpu/copy', 'cpu/compute')
+x_s0_mb1 = wait_s0_mb1[0]
+stage_0_mb1 = stage_0(x_s0_mb1)
+wait_s0_mb1_1 = wait((stage_0_mb1,), 'cpu/compute', 'cpu/copy')
+a_s0_mb1 = wait_s0_mb1_1[0]
+""",
+    )

@@ -232,6 +232,42 @@ def test_a_recomputation_that_there_cannot_be_is_refused(checkpoint, segments, m
         step(Chain(2), ["b"], given, checkpoint=checkpoint, checkpoint_segments=segments)
 
 
+def test_activations_leave_behind_the_results_and_come_back_an_action_ahead_of_the_backward():
+    given = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1B0 1F1 1B1 1F2 1B2")
+    gm = step(Chain(2), ["b"], given, 3, checkpoint="offload")
+    parts = "wait(", "forward(", "offload(", "reload(", " backward("
+    lines = [
+        line.partition("  #")[0]
+        for line in format_graph(gm).splitlines()
+        if "_s0_" in line.split(" = ")[0] and any(part in line for part in parts)
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+wait_s0_mb0 = wait(send_s0_mb0, 'cpu/copy', 'cpu/compute')
+forward_s0_mb0 = forward(stage_0_mb0_module, (x_s0_mb0,), (), True, 'offload')
+wait_s0_mb0_1 = wait((stage_0_s0_mb0,), 'cpu/compute', 'cpu/copy')
+offload_s0_mb0 = offload(tape_s0_mb0, 'cpu/compute')
+wait_s0_mb1 = wait(send_s0_mb1, 'cpu/copy', 'cpu/compute')
+forward_s0_mb1 = forward(stage_0_mb1_module, (x_s0_mb1,), (), True, 'offload')
+wait_s0_mb1_1 = wait((stage_0_s0_mb1,), 'cpu/compute', 'cpu/copy')
+offload_s0_mb1 = offload(tape_s0_mb1, 'cpu/compute')
+reload_s0_mb0 = reload(tape_s0_mb0)
+wait_s0_mb2 = wait(send_s0_mb2, 'cpu/copy', 'cpu/compute')
+forward_s0_mb2 = forward(stage_0_mb2_module, (x_s0_mb2,), (), True, 'offload')
+wait_s0_mb2_1 = wait((stage_0_s0_mb2,), 'cpu/compute', 'cpu/copy')
+offload_s0_mb2 = offload(tape_s0_mb2, 'cpu/compute')
+reload_s0_mb1 = reload(tape_s0_mb1)
+wait_s0_mb0_2 = wait(send_s0_mb0_1, 'cpu/copy', 'cpu/compute')
+backward_s0_mb0 = backward(tape_s0_mb0, (grad_stage_0_s0_mb0,))
+reload_s0_mb2 = reload(tape_s0_mb2)
+wait_s0_mb1_2 = wait(send_s0_mb1_1, 'cpu/copy', 'cpu/compute')
+backward_s0_mb1 = backward(tape_s0_mb1, (grad_stage_0_s0_mb1,))
+wait_s0_mb2_2 = wait(send_s0_mb2_1, 'cpu/copy', 'cpu/compute')
+backward_s0_mb2 = backward(tape_s0_mb2, (grad_stage_0_s0_mb2,))""",
+    )
+
+
 def test_a_stage_may_say_when_it_is_recomputed_though_another_one_has_segments():
     given = Schedule.from_text("0F0 0F1 0R1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
     gm = step(Chain(3), ["b"], given, checkpoint="always", checkpoint_segments=(1, 2))

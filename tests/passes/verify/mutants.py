@@ -49,6 +49,7 @@ CARRIED = (
 )
 MUTATED = (
     *(*GATES, *ACTIONS, *CARRIED, ops.fork, ops.checkpoint, ops.gathered, ops.gather),
+    *(ops.offloaded, ops.offload, ops.reload),
     *(ops.forward, ops.loss, ops.loss_backward, ops.backward, ops.backward_input, ops.average),
 )
 TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
@@ -279,14 +280,14 @@ def graphs(quick: bool, source: Any = small) -> Iterator[tuple[str, fx.GraphModu
     """The graphs that are changed, with their names."""
     schedules = ["1f1b"] if quick else ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
     schedules += ["zb_h1"] if quick else ["zb_h1", "zbv", "dualpipe_v"]
-    modes = [("never", 1), ("except_last", 1), ("always", 2)]
+    modes = [("never", 1), ("except_last", 1), ("always", 2), ("offload", 1)]
     for model in source.MODELS:
         for mode, segments in modes:
             yield f"{model}, {mode} {segments}", source.pipeline_graph(model, mode, segments)
         for i, schedule in enumerate(schedules):
             lanes = 4 if schedule in ("gpipe", "1f1b", "zb_h1") else 2
             chunks = 4 if schedule == "dualpipe_v" else 3 if lanes == 4 else 4
-            for mode, segments in modes[i % 3 :][:1] if quick else modes:
+            for mode, segments in modes[i % len(modes) :][:1] if quick else modes:
                 name = f"{model}, {schedule}, {mode} {segments}"
                 yield name, source.step_graph(model, schedule, mode, segments, chunks, lanes)
 

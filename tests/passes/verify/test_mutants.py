@@ -23,6 +23,8 @@ GRAPHS = {
     "a pipeline with two of all": lambda: pipeline_graph("several", "except_last"),
     "a step with two of all": lambda: step_graph("several"),
     "a step with a tied weight": lambda: step_graph("tied", "1f1b", "always"),
+    "a pipeline with activations on the host": lambda: pipeline_graph("U-Net", "offload"),
+    "a step with activations on the host": lambda: step_graph("U-Net", "gpipe", "offload"),
     "a step in halves with skips": lambda: step_graph("U-Net", "zb_h1"),
     "a step with several stages in a lane": lambda: step_graph(
         "batch norm", "interleaved_1f1b", "except_last", 2, 4, 2

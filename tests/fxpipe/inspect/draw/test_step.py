@@ -71,7 +71,7 @@ def test_what_is_computed_again_has_a_box_ahead_of_its_backward():
     at = place(source)
     assert {f"{stage}R{i}" for stage in range(4) for i in range(2)} == {n for n in at if "R" in n}
     assert at["1F0"] < at["1R0"] < at["1B0"] and at["3F0"] < at["3R0"] < at["3B0"]
-    assert "R: a forward that kept no activations, again" in source
+    assert "R: activations again, by a second forward or from the host" in source
 
 
 def test_without_a_placement_each_stage_has_a_row():

@@ -254,7 +254,7 @@ def test_a_handle_keeps_nothing_alive():
     assert frame() is not None
     del y
     assert frame() is None
-    handle.recompute()  # there is nothing to do
+    handle.restore()  # there is nothing to do
 
 
 def test_the_forward_computes_with_its_inputs_and_not_with_what_is_packed_of_them():
