@@ -27,6 +27,8 @@ from fxpipe.ir._torch import pytree
 _NUMBERS = {int: torch.int64, float: torch.float64}
 _LARGEST = 2**63
 _TENSORS = {Tensor}
+MARK = 32
+"""The bytes with which a message begins that is not what it is expected to be."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,13 @@ class Strided:
                 reach += stride * (size - 1)
         return False
 
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether the tensor's own memory can be sent, and begins with enough bytes for a mark."""
+        is_whole = self.is_dense and self.stored == self.shape and not self.dtype.is_complex
+        ordered = sorted(self.strides, reverse=True) == list(self.strides)
+        return is_whole and ordered and self.bytes >= MARK
+
     @staticmethod
     def of(tensor: Tensor) -> Strided:
         """The description of a tensor.
@@ -117,6 +126,20 @@ class Strided:
         tensor = torch.empty(0, dtype=self.dtype, device=part.device)
         tensor.set_(memory.untyped_storage(), offset, self.shape, self.strides)
         return tensor.requires_grad_() if self.requires_grad else tensor
+
+    def is_of(self, values: Any) -> bool:
+        """Whether these values are such a tensor, by itself in a tuple."""
+        return (
+            type(values) is tuple
+            and len(values) == 1
+            and type(values[0]) is Tensor
+            and Strided.of(values[0]) == self
+            and not values[0].is_neg()
+        )
+
+    def empty(self) -> Tensor:
+        """Memory for such a tensor that comes alone."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
     def _spaced(self, stored: Tensor) -> Tensor:
         """The tensor with the strides that it had, and holes in its memory."""
@@ -175,6 +198,13 @@ class Description:
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each part."""
         return tuple(leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant))
+
+    @cached_property
+    def alone(self) -> Strided | None:
+        """The tensor, if the values are a tuple of one that can travel without a description."""
+        (first, *others) = self.leaves or (None,)
+        is_alone = isinstance(first, Strided) and first.is_alone and not others
+        return first if is_alone and self.build is tuple else None  # type: ignore[return-value]
 
     @cached_property
     def build(self) -> Callable[[list[Any]], Any]:

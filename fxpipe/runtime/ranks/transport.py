@@ -26,6 +26,16 @@ to it by number. Headers travel by gloo, from host to host. With a group that ta
 device (NCCL) the header is always ahead: a rank that fails then need not send what others expect
 from its device.
 
+A tensor by itself, which both ends know from the run before, travels without a header, from its own
+memory into the memory of the tensor that arrives. To pack it, and to make, send and take a header,
+is Python that is out of the CPU's caches whenever a rank has computed: a third of a millisecond.
+If there is something else to send, or the rank has failed, the memory that is sent in the tensor's
+place begins with a *mark*, 32 bytes which all ranks of the pipeline make up alike for each run, and
+a header follows::
+
+    what is expected     memory of the tensor        (it does not begin with the mark)
+    something else       mark, zeros ── header ── description ── memory of the tensors
+
 A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
 as ahead of the run.
@@ -37,6 +47,8 @@ ends however little the network buffers.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import pickle
 import struct
@@ -44,7 +56,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
@@ -57,7 +69,7 @@ from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, is_final, reason
 from fxpipe.runtime.ranks.expected import Expected, Sizes, is_small
 from fxpipe.runtime.ranks.groups import host_group, new_group
-from fxpipe.runtime.ranks.packing import Description, packed, unpacked
+from fxpipe.runtime.ranks.packing import MARK, Description, Strided, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.runtime.ranks.worker import Worker, WorkerJob
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
@@ -68,7 +80,7 @@ Edge = tuple[int, int]
 
 COMMUNICATORS = "FXPIPE_COMMUNICATORS"  # an environment variable
 # Tags, which gloo keeps apart: receives of one kind are posted before those of another have come.
-HEADER, TENSOR, TEXT, REST, MET = range(7101, 7106)
+HEADER, TENSOR, TEXT, REST, MET, LATE = range(7101, 7107)
 # The run, the number of the description, and the length of its text. Behind it a tensor begins at a
 # multiple of 64 bytes, as in memory that PyTorch gives.
 _HEADER = struct.Struct("=qqq40x")
@@ -158,6 +170,7 @@ class GroupTransport:
         # The given group, if it can be: PyTorch names a new group of some of the processes by the
         # number of groups that a process is in. Where that differs, they would never meet.
         self._control = host_group(group, device, timeout)
+        self._places = [dist.get_group_rank(self._control, rank) for rank in self.ranks]
         # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         up, down, shared = (
@@ -175,6 +188,7 @@ class GroupTransport:
         self._is_rendezvous = False
         self._run = 0
         self._key = 0
+        self._mark = b""
 
     # ------------------------------------------------------------------------------------- a run
 
@@ -228,6 +242,7 @@ class GroupTransport:
         self._kinds.move_to_end(kind)
         while len(self._kinds) > _KINDS:
             self._kinds.popitem(last=False)
+        self._mark = hashlib.shake_256(f"{self.alarm.name} {self._run}".encode()).digest(MARK)
         self._begin(hash((self._run, key)), plan, self._kinds[kind])
         try:
             result = program()
@@ -278,14 +293,34 @@ class GroupTransport:
         before they have been sent."""
         there = self._edge(edge)
         there.check(number)
+        alone = self._alone(there, number)
+        if alone is not None and alone.is_of(values):
+            there.done += 1
+            self._begin_to_send(there, number, _Message([values[0].detach()]))
+            return
         description, parts = packed(values, self.device)
-        self._send(there, *there.described(description), parts)
+        self._send(there, *there.described(description), parts, description.alone)
 
-    def _send(self, edge: _EdgeEnd, number: int, text: bytes, parts: list[Tensor]) -> None:
-        """Send a message on an edge. Once the network has failed there, nothing is sent."""
+    def _send(
+        self,
+        edge: _EdgeEnd,
+        number: int,
+        text: bytes,
+        parts: list[Tensor],
+        alone: Strided | None = None,
+    ) -> None:
+        """Send a message with a header, on an edge. Once the network has failed there, nothing is
+        sent."""
         transfer = edge.done
         edge.done += 1
         message = self._message(edge, transfer, number, text, parts)
+        if number != _FAILED:
+            edge.expected.note(transfer, tuple(part.numel() for part in parts), alone)
+        self._begin_to_send(edge, transfer, message)
+
+    def _begin_to_send(self, edge: _EdgeEnd, transfer: int, message: _Message) -> None:
+        """Begin to send a message. The edge's thread waits until it is sent, and keeps its memory
+        until then."""
         if not self.is_shared(edge.ends):
             works = self._issue(edge, transfer, message)
             edge.worker.do(partial(self._wait, edge, transfer, works, message))
@@ -306,54 +341,69 @@ class GroupTransport:
     ) -> _Message:
         """What to send. Where parts are expected of which there are none, or others, memory of the
         expected sizes is sent in their place, and the parts come behind the header."""
-        expected = self._expected(edge, transfer)
+        expected, alone = self._expected(edge, transfer), self._alone(edge, transfer)
         if self._by_host and self.device.type != "cpu":
             parts = [part.cpu() for part in parts]
-        sizes = tuple(part.numel() for part in parts)
-        if number != _FAILED:
-            edge.expected.note(transfer, sizes)
-        is_expected = number != _FAILED and sizes == expected
-        rest = [] if is_expected else parts
-        parts = parts if is_expected else [_zeros(size) for size in expected or ()]
         header = _bytes(_HEADER.pack(self._key, number, len(text)))
+        said = _bytes(text) if text else None
+        rest = [part for part in parts if part.numel()]
+        if alone is not None:
+            marked = _bytes(self._mark.ljust(alone.bytes, b"\0"))
+            return _Message([marked], header, LATE, said, rest)
+        if number != _FAILED and tuple(part.numel() for part in parts) == expected:
+            rest = []
+        else:
+            parts = [_zeros(size) for size in expected or ()]
         if small := [part for part in parts if is_small(part.numel())]:
             header = torch.cat([header, *small])
         large = [part for part in parts if not is_small(part.numel())]
-        return _Message(large, header, text, [part for part in rest if part.numel()])
+        return _Message(large, header, HEADER, said, rest)
 
     def _expected(self, edge: _EdgeEnd, transfer: int) -> Sizes | None:
         return edge.expected.of(transfer) if self._by_host else None
 
+    def _alone(self, edge: _EdgeEnd, transfer: int) -> Strided | None:
+        """The tensor that a message is expected to be, without a header."""
+        return edge.expected.alone(transfer) if self.device.type == "cpu" else None
+
     def _issue(self, edge: _EdgeEnd, transfer: int, message: _Message) -> list[Any]:
         """Begin to send a message."""
-        peer = self.ranks[edge.ends[1]]
         with self._or_lost(edge, transfer):
-            works = self._issued(edge, message, message.large, TENSOR)
-            works.append(dist.isend(message.header, peer, self._control, tag=HEADER))
-            if message.text:
-                message.sent.append(_bytes(message.text))
-                works.append(dist.isend(message.sent[-1], peer, self._control, tag=TEXT))
-            works += self._issued(edge, message, message.rest, REST)
+            works = self._issued(edge, message.parts, TENSOR)
+            if message.header is not None:
+                works.append(self._to(edge.ends[1], message.header, message.tag))
+            if message.text is not None:
+                works.append(self._to(edge.ends[1], message.text, TEXT))
+            works += self._issued(edge, message.rest, REST)
             if self._is_rendezvous:
-                dist.recv(torch.empty(1), peer, self._control, tag=MET)
+                self._from(edge.ends[1], torch.empty(1), MET).wait()
         return works
 
-    def _issued(
-        self, edge: _EdgeEnd, message: _Message, parts: list[Tensor], tag: int
-    ) -> list[Any]:
-        works: list[Any] = []
-        for part in parts:
-            message.sent.append(part)
-            works += self._exchange(dist.isend, part, self.ranks[edge.ends[1]], edge, tag)
-        return works
+    def _issued(self, edge: _EdgeEnd, parts: Sequence[Tensor], tag: int) -> list[Any]:
+        return [work for part in parts for work in self._exchange(edge, part, tag)]
 
-    def _exchange(self, how: Any, part: Tensor, peer: int, edge: _EdgeEnd, tag: int) -> list[Any]:
+    def _exchange(self, edge: _EdgeEnd, part: Tensor, tag: int) -> list[Any]:
         """Begin to send or to receive a part. With NCCL a pair of ranks has a communicator, except
         for what is sent in a batch, which uses the one of the whole group."""
-        if not self.is_shared(edge.ends) or self._by_host:
-            source, target = edge.ends
-            return [how(part, peer, self._payload[source < target], tag=tag)]
-        return dist.batch_isend_irecv([dist.P2POp(how, part, peer, self._channels.shared)])
+        source, target = edge.ends
+        is_sent = self.rank == source
+        if self._by_host:
+            return [self._to(target, part, tag) if is_sent else self._from(source, part, tag)]
+        how, peer = (dist.isend, target) if is_sent else (dist.irecv, source)
+        if not self.is_shared(edge.ends):
+            return [how(part, self.ranks[peer], self._payload[source < target], tag=tag)]
+        return dist.batch_isend_irecv(
+            [dist.P2POp(how, part, self.ranks[peer], self._channels.shared)]
+        )
+
+    def _to(self, rank: int, memory: Tensor, tag: int) -> dist.Work:
+        """Begin to send memory of the host. The group itself is asked, as ``dist.isend`` does too,
+        after lookups in Python that have been made here once."""
+        return self._control.send([memory], self._places[rank], tag)
+
+    def _from(self, rank: int, memory: Tensor, tag: int) -> dist.Work:
+        """Begin to receive memory of the host; see :meth:`_to`."""
+        return self._control.recv([memory], self._places[rank], tag)
 
     def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], message: _Message) -> None:
         """Wait until a message is sent, and keep its tensors alive until then."""
@@ -406,18 +456,23 @@ class GroupTransport:
         return _Receiving(taken, self.device, waiting)
 
     def _asked(self, edge: _EdgeEnd, transfer: int) -> _Incoming:
-        """Begin to receive a message: the tensors that are expected, and the header."""
-        peer = self.ranks[edge.ends[0]]
+        """Begin to receive a message: what is expected, and the header."""
+        source = edge.ends[0]
         works: list[Any] = []
         if self._is_rendezvous:
-            works.append(dist.isend(torch.zeros(1), peer, self._control, tag=MET))
+            works.append(self._to(source, torch.zeros(1), MET))
+        alone = self._alone(edge, transfer)
+        if alone is not None:
+            tensor = alone.empty()
+            works.append(self._from(source, tensor, TENSOR))
+            return _Incoming(works, tensor=tensor, requires_grad=alone.requires_grad)
         expected = self._expected(edge, transfer)
         sizes = expected or ()
         large = [self._part(edge, size, TENSOR) for size in sizes if not is_small(size)]
         small = [size for size in sizes if is_small(size)]
         header = torch.empty(_HEADER.size + sum(small), dtype=torch.uint8)
-        works.append(dist.irecv(header, peer, self._control, tag=HEADER))
-        return _Incoming(expected, large, header, works)
+        works.append(self._from(source, header, HEADER))
+        return _Incoming(works, expected, large, header)
 
     def _take(
         self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Incoming]
@@ -428,7 +483,12 @@ class GroupTransport:
         copied to a device they are made at once, so that the copy overlaps with what is computed.
         """
         with self._or_lost(edge, number):
-            description, came = self._taken(edge, number, key, ask())
+            asked = ask()
+            asked.wait()
+            if asked.tensor is not None and not self._is_marked(asked.tensor):
+                tensor = asked.tensor.requires_grad_(asked.requires_grad)
+                return lambda: (tensor,)
+            description, came = self._taken(edge, number, key, asked)
         if not edge.streams:
             return partial(unpacked, description, came)
         with on(*edge.streams):
@@ -437,16 +497,23 @@ class GroupTransport:
             made(values, stream)
         return lambda: values
 
+    def _is_marked(self, tensor: Tensor) -> bool:
+        """Whether something else than this tensor is to come."""
+        return ctypes.string_at(tensor.data_ptr(), MARK) == self._mark
+
     def _taken(
         self, edge: _EdgeEnd, transfer: int, key: int, asked: _Incoming
     ) -> tuple[Description, list[Tensor]]:
         came = asked.came(self.device)
-        theirs, number, length = _HEADER.unpack_from(asked.header.numpy().data)
-        text = self._text(edge, length) if length else b""
+        header = asked.header
+        if header is None:
+            header = self._received(edge, _HEADER.size, LATE)
+        theirs, number, length = _HEADER.unpack_from(header.numpy().data)
+        text = bytes(self._received(edge, length, TEXT).tolist()) if length else b""
         if number == _FAILED:
             raise RankError(text.decode())
         description = edge.description(number, text)
-        edge.expected.note(transfer, description.sizes)
+        edge.expected.note(transfer, description.sizes, description.alone)
         if description.sizes != asked.expected:
             with on(*edge.streams):
                 came = [self._part(edge, size, REST)() for size in description.sizes]
@@ -458,18 +525,17 @@ class GroupTransport:
             )
         return description, came
 
-    def _text(self, edge: _EdgeEnd, length: int) -> bytes:
-        """Receive the text that follows a header."""
-        text = torch.empty(length, dtype=torch.uint8)
-        dist.recv(text, self.ranks[edge.ends[0]], self._control, tag=TEXT)
-        return bytes(text.tolist())
+    def _received(self, edge: _EdgeEnd, size: int, tag: int) -> Tensor:
+        """Receive what follows: a text behind its header, or a header behind a mark."""
+        found = torch.empty(size, dtype=torch.uint8)
+        self._from(edge.ends[0], found, tag).wait()
+        return found
 
     def _part(self, edge: _EdgeEnd, size: int, tag: int) -> Callable[[], Tensor]:
         """Begin to receive a part. Returns what waits for it, and returns it."""
         device = torch.device("cpu") if self._by_host else self.device
         part = torch.empty(size, dtype=torch.uint8, device=device)
-        peer = self.ranks[edge.ends[0]]
-        works = self._exchange(dist.irecv, part, peer, edge, tag) if size else []
+        works = self._exchange(edge, part, tag) if size else []
 
         def come() -> Tensor:
             for work in works:
@@ -540,35 +606,44 @@ def _limit() -> int:
 
 @dataclass
 class _Message:
-    """What is sent for a transfer, in this order: large parts that the receiver expects, the header
-    with the small ones, the text that belongs to it, and parts that the receiver does not
-    expect."""
+    """What is sent for a transfer, in this order: parts that the receiver expects, the header with
+    small ones, the text that belongs to it, and parts that the receiver does not expect."""
 
-    large: list[Tensor]
-    header: Tensor
-    text: bytes
-    rest: list[Tensor]
-    sent: list[Tensor] = field(default_factory=list)  # the memory that is sent
+    parts: Sequence[Tensor]
+    header: Tensor | None = None
+    tag: int = HEADER
+    text: Tensor | None = None
+    rest: Sequence[Tensor] = ()
 
 
 @dataclass
 class _Incoming:
-    """A message whose expected parts and header may still be on their way."""
+    """A message whose expected parts and header may still be on their way.
 
-    expected: Sizes | None
-    large: list[Callable[[], Tensor]]
-    header: Tensor
-    works: list[Any]
+    ``tensor``: a tensor that is expected alone, without a header; ``requires_grad``: whether a
+    gradient is wanted for it.
+    """
+
+    works: Sequence[dist.Work]
+    expected: Sizes | None = None
+    large: Sequence[Callable[[], Tensor]] = ()
+    header: Tensor | None = None
+    tensor: Tensor | None = None
+    requires_grad: bool = False
+
+    def wait(self) -> None:
+        """Wait for the header, or the tensor. It comes last: when it is there, so is all."""
+        for work in reversed(self.works):
+            work.wait()
 
     def came(self, device: torch.device) -> list[Tensor]:
-        """Wait for the header, and for the expected parts, which are returned."""
-        for work in reversed(self.works):  # the header comes last: when it is there, so is all
-            work.wait()
+        """The expected parts, once they are there; none if a tensor was expected alone."""
         parts = [wait() for wait in self.large]
         large, begin, every = iter(parts), _HEADER.size, []
         is_alone = len(self.expected or ()) == 1
         for size in self.expected or ():
             if is_small(size):
+                assert self.header is not None
                 part = self.header[begin : begin + size]
                 # Several would keep each other's memory, and not begin at multiples of 64 bytes.
                 every.append((part if is_alone else part.clone()).to(device))

@@ -453,26 +453,28 @@ def without_inputs(group: Where, make: Make, call: Call, is_meta: bool, **option
 
 @contextmanager
 def noting_messages(sent: list[str]):
-    """Note what this process begins to send: headers, descriptions as text, and the memory of
-    tensors that the receiver expects or does not ("rest")."""
-    isend = dist.isend
+    """Note what this process begins to send: headers, those that follow a mark ("late header"),
+    descriptions as text, and the memory of tensors that the receiver expects or does not
+    ("rest")."""
+    send = vars(dist.ProcessGroup)["send"]
     kinds = {
         transport.HEADER: "header",
+        transport.LATE: "late header",
         transport.TEXT: "text",
         transport.TENSOR: "tensor",
         transport.REST: "rest",
     }
 
-    def noted(tensor: Tensor, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
+    def noted(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> Any:
         if tag in kinds:
             sent.append(kinds[tag])
-        return isend(tensor, *args, tag=tag, **kwargs)
+        return send(group, tensors, to, tag)
 
-    dist.isend = noted
+    dist.ProcessGroup.send = noted
     try:
         yield
     finally:
-        dist.isend = isend
+        dist.ProcessGroup.send = send
 
 
 def messages(

@@ -68,6 +68,48 @@ def test_a_rank_that_fails_leaves_nothing_on_the_way(sent):
     assert there[2] == ["header", "text", "rest", *["tensor", "header"] * 2]
 
 
+ALONE = (torch.arange(40_000.0).view(200, 200),)
+
+
+def test_a_tensor_that_is_known_from_the_run_before_travels_alone(sent):
+    there, _ = sent([[ALONE, (torch.ones(8),)]] * 3, sizes=[(160_000,), (32,)])
+    assert there[0] == ["tensor", "header", "text", "header", "text"]
+    assert there[1:] == [["tensor", "tensor"]] * 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        ALONE[0],
+        (ALONE[0][:180],),
+        (ALONE[0].T,),
+        (ALONE[0].int(),),
+        (torch._neg_view(ALONE[0]),),
+        (ALONE[0].clone().requires_grad_(),),
+        (*ALONE, SMALL),
+    ],
+    ids=["missing", "bare", "fewer", "strides", "dtype", "negated", "gradient", "two"],
+)
+def test_what_comes_in_place_of_a_tensor_that_was_to_travel_alone(sent, other):
+    """The receiver waits for the tensor: it gets a mark in its place, and a header behind it."""
+    there, here = sent([[ALONE], [ALONE], [other, ALONE], [ALONE], [other]], sizes=[(160_000,)])
+    assert there[1] == ["tensor"]
+    assert there[2][:2] == ["tensor", "late header"]
+    if other is not None and not torch.is_tensor(other):
+        (got, *_), (meant, *_) = here[2][0], other
+        assert got.stride() == meant.stride()
+        assert got.requires_grad == meant.requires_grad
+
+
+def test_a_rank_that_fails_in_place_of_a_tensor_that_was_to_travel_alone(sent):
+    broken = [ALONE, ValueError("it is broken"), ALONE]
+    there, here = sent([[ALONE] * 3, [ALONE] * 3, broken, [ALONE] * 3])
+    assert there[2] == "ValueError: it is broken"
+    assert here[2] == "RankError: rank 0 failed: ValueError: it is broken"
+    assert there[1] == there[3] == ["tensor"] * 3
+
+
 def two():
     return Chain(2)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from fxpipe.runtime.ranks.expected import Expected
+from fxpipe.runtime.ranks.packing import Strided
 
 
 def noted(expected, *runs):
@@ -36,3 +39,13 @@ def test_each_message_is_expected_by_itself():
     expected.note(0, (4,))
     expected.note(0, (12,))
     assert [expected.of(number) for number in range(3)] == [None, (8,), None]
+
+
+def test_a_message_is_taken_to_be_the_tensor_that_it_was_until_it_is_something_else():
+    """A vector, twice; nothing, as where a gradient is missing; and the vector again."""
+    expected, vector = Expected([(48,)]), Strided.of(torch.ones(12))
+    found = []
+    for sizes, alone in [((48,), vector), ((48,), vector), ((), None), ((48,), vector)]:
+        found.append(expected.alone(0))
+        expected.note(0, sizes, alone)
+    assert [*found, expected.alone(0)] == [None, vector, vector, None, None]

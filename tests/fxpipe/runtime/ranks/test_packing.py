@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.runtime.ranks.packing import Constant, packed, unpacked
+from fxpipe.runtime.ranks.packing import Constant, Strided, packed, unpacked
 from tests.zoo import same
 
 CPU = torch.device("cpu")
@@ -96,3 +96,48 @@ def test_what_arrives_may_be_detached_in_place_as_a_view_may_not():
         (arrived,) = travelled([tensor])
         assert arrived.detach_() is arrived
         assert arrived.stride() == tensor.stride() and torch.equal(arrived, tensor)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_alone"),
+    [
+        ((DENSE,), True),
+        ((torch.randn(4, 8)[2:],), True),  # it begins within its memory
+        ((torch.randn(1, 8)[:, None],), True),
+        ((torch.ones(32, dtype=torch.bool),), True),
+        (DENSE, False),
+        ([DENSE], False),
+        ((DENSE, DENSE), False),
+        ((DENSE, None), False),
+        ((2.0,), False),
+        ((), False),
+        ((torch.ones(7),), False),  # too short for a mark
+        ((DENSE.permute(3, 1, 0, 2),), False),
+        ((DENSE[:, :, 0],), False),
+        ((torch.randn(3, 1).expand(3, 40),), False),
+        ((torch.randn(8, dtype=torch.complex64),), False),
+    ],
+)
+def test_a_tensor_travels_alone_if_its_memory_can_be_sent_as_it_is(values, is_alone):
+    description, _ = packed(values, CPU)
+    assert (description.alone is not None) == is_alone
+    if is_alone:
+        assert description.alone.is_of(values)
+        assert values[0].is_contiguous()  # as gloo asks for
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(3, 2, 4, 5),),
+        (DENSE.double(),),
+        (DENSE.clone().requires_grad_(),),
+        (torch._neg_view(DENSE),),
+        (DENSE, DENSE),
+        [DENSE],
+        None,
+    ],
+)
+def test_what_is_not_the_tensor_that_is_expected_alone(other):
+    assert Strided.of(DENSE).is_of((torch.zeros_like(DENSE),))
+    assert not Strided.of(DENSE).is_of(other)
