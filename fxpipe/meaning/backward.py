@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure, leaves
-from fxpipe.meaning.check import Trial
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
 from fxpipe.meaning.sample import part
+from fxpipe.meaning.trial import Trial
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 from fxpipe.trace.gradients import (
     SMALL,

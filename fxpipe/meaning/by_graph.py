@@ -31,17 +31,10 @@ from torch import Tensor
 
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.alike import keeps_rows_apart, treats_rows_alike
-from fxpipe.meaning.check import (
-    APART,
-    FEWEST,
-    SIZES,
-    Question,
-    Verdict,
-    check_graph,
-    is_joined,
-)
+from fxpipe.meaning.check import Verdict, check_graph, is_joined
 from fxpipe.meaning.runs import ModelRuns
 from fxpipe.meaning.sample import batch_size
+from fxpipe.meaning.trial import APART, FEWEST, SIZES, Question
 from fxpipe.trace import Traced
 from fxpipe.trace.checks import EXPORT_TOLERANCE
 from fxpipe.trace.checks import difference as difference_of_graph

@@ -18,8 +18,7 @@ errors may tip the balance.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -28,147 +27,39 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.structure import leaves
-from fxpipe.ir.text import told_apart
 from fxpipe.meaning.as_said import as_said, is_plain
 from fxpipe.meaning.compare import (
     MEAN,
-    Difference,
     Reading,
     difference,
     growing,
-    is_real,
     joined_difference,
-    mean,
     put_together,
     reading,
     tolerance,
-    unit_of,
 )
-from fxpipe.meaning.listed import is_a_row, is_column, rows_of
+from fxpipe.meaning.listed import is_a_row
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
 from fxpipe.meaning.sample import (
     GIVEN,
     LEVELS,
     MIXED,
-    batch_size,
     has_fractions,
     part,
-    picked,
     sampled,
-    spread,
 )
-from fxpipe.runtime.microbatch import ANY, LISTED, SUM, WEIGHTED, Dim
+from fxpipe.meaning.single_numbers import no_mean, told_from_a_mean, with_small_terms
+from fxpipe.meaning.trial import Question, Trial
+from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
-# The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
-# more for a model that gives something else for a single row, which it squeezes, say; and even
-# numbers for a model that takes rows in pairs only.
-SIZES = (1, 3), (3, 2), (4, 2)
-FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
-APART = (1, 1)  # where they are known to stay apart as well
 TRIALS = 3
-OWN = 16  # the most rows of a sample of the mini-batch's own values, which confirms a remedy
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
 # may be a decision between nearly equal values.
 SMALL = 0.05
 LARGE = 0.5
-# A number that is nearly what its parts give has a small term that is not, if it is off by more
-# units in the last place than this, and by more times what other last bits make of it than this.
-CERTAIN = 64
-BEYOND = 16
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be checked.
-
-    Args:
-        run: the model as a function from tensors to its output, without side effects, and to the
-            autograd graph behind the output (:func:`fxpipe.trace.gradients.history_of`); None where
-            none has been recorded.
-        tensors, dims: the tensors of the example, and the batch dimension of each.
-        run_parts: what is run on the parts of a sample, if that is not the model but its graph. It
-            is given a part and the number of its first row.
-        counts: what rows of samples have to differ by, see :func:`fxpipe.meaning.sample.sampled`.
-            Their integers are not mixed then, and several samples are taken.
-        sizes: the sizes of the parts of a sample, for each sample in the order in which they are
-            tried.
-        in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
-            too.
-        said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
-    """
-
-    run: Callable[[list[Tensor]], tuple[Any, Hashable]]
-    tensors: Sequence[Tensor]
-    dims: Sequence[int | None]
-    sizes: Sequence[tuple[int, ...]] = SIZES
-    in_lists: bool = False
-    run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
-    counts: Sequence[Tensor] = ()
-    said: Mapping[str, Dim] = field(default_factory=dict)
-
-    @property
-    def levels(self) -> Sequence[str]:
-        """How much samples may differ from the example, in the order in which that is tried."""
-        return (GIVEN,) if not self.has_values else LEVELS[1:] if self.counts else LEVELS
-
-    @property
-    def has_values(self) -> bool:
-        """Whether any tensor of the example has values; on "meta" only shapes are compared."""
-        return any(not tensor.is_meta for tensor in self.tensors)
-
-    def outputs(
-        self, tensors: list[Tensor], rows: int, start: int | None = None
-    ) -> tuple[dict[str, Any], Hashable]:
-        """The outputs for the ``rows`` rows of a part of a sample, of which the first is row
-        ``start``, by the outputs' paths; and the autograd graph behind them. ``start`` is None for
-        the whole sample."""
-        if start is None or self.run_parts is None:
-            output, history = self.run(tensors)
-        else:
-            output, history = self.run_parts(tensors, start)
-        found = rows_of(output, rows, start or 0) if self.in_lists else leaves(output, "output")
-        return dict(found), history
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One sample, with the model's outputs for the whole of it and for each of its parts."""
-
-    sizes: tuple[int, ...]
-    level: str
-    tensors: list[Tensor]
-    whole: dict[str, Any]
-    parts: list[dict[str, Any]]
-    histories: list[Hashable] = field(default_factory=list)
-    """The autograd graphs behind the outputs of the whole and of each part."""
-
-    @property
-    def has_one_history(self) -> bool:
-        """Whether the outputs of the whole and of its largest part have equal autograd graphs. That
-        of a single row may lack nodes, since ``expand`` to one row, for one, does nothing. Of equal
-        parts it is the last one."""
-        if not self.histories:
-            return False
-        whole, *parts = self.histories
-        largest = max(range(len(self.sizes)), key=lambda i: (self.sizes[i], i))
-        return whole is not None and whole == parts[largest]
-
-    def of_numbers(self) -> Trial:
-        """The same sample with those outputs only that are single numbers, such as losses."""
-        whole, *parts = (
-            {path: each for path, each in output.items() if _is_number(each)}
-            for output in (self.whole, *self.parts)
-        )
-        return Trial(self.sizes, self.level, self.tensors, whole, parts)
-
-    def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
-        """The tensors of each part of the sample."""
-        starts = [0, *accumulate(self.sizes)]
-        return [part(self.tensors, dims, a, n) for a, n in zip(starts, self.sizes, strict=False)]
 
 
 @dataclass
@@ -296,7 +187,7 @@ def _checked(
         verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
         trial, count = taken, count + 1
         for path, compared in _but_for_rounding(question, trial):
-            found = _told_from_a_mean(question, trial, path, compared)
+            found = told_from_a_mean(question, trial, path, compared)
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
                 continue
@@ -353,86 +244,7 @@ def _but_for_rounding(
             if apart.largest <= allowed:
                 yield path, ways
                 continue
-        yield path, _with_small_terms(trial, path, found, rounded)
-
-
-def _with_small_terms(
-    trial: Trial,
-    path: str,
-    found: tuple[Dim, ...] | Problem,
-    rounded: Callable[[], list[tuple[dict[str, Any], float]]],
-) -> tuple[Dim, ...] | Problem:
-    """How a number is put together, or what differs, where it is nearly what its parts give: the
-    loss of a mixture of experts, say, with a thousandth of a term that balances the experts. What
-    differs is small beside the loss, but all that trains the router. So a number that is farther
-    from its parts than a few rounding errors has to be no farther than other last bits make it."""
-    whole = trial.whole.get(path)
-    if isinstance(found, Problem) or ANY in found or not isinstance(whole, Tensor):
-        return found
-    if whole.numel() != 1 or whole.is_meta or not whole.is_floating_point() or is_a_row(path):
-        return found
-    parts = [output[path] for output in trial.parts]
-    sums: list[Tensor] = [
-        mean(parts, trial.sizes) if way is MEAN else functools.reduce(operator.add, parts)
-        for way in found
-        if way in (MEAN, SUM)
-    ]
-    scale = max(abs(each.item()) for each in (whole, *parts))
-    apart = min((abs(whole.item() - each.item()) for each in sums), default=0.0)
-    if not apart > CERTAIN * unit_of(whole) * scale:
-        return found
-    others = [outputs.get(path) for outputs, _ in rounded()]
-    effects = [abs(whole.item() - each.item()) for each in others if isinstance(each, Tensor)]
-    if not effects or not apart > BEYOND * max(effects):
-        return found
-    return _no_mean(path, whole, parts, trial, Difference(apart, scale, 1.0))
-
-
-def _told_from_a_mean(
-    question: Question, trial: Trial, path: str, found: tuple[Dim, ...] | Problem
-) -> tuple[Dim, ...] | Problem:
-    """How a number is put together that is zero for all parts of a sample but one: what is compared
-    (``found``) does not tell a sum from a mean over the rows that count, as by a mask, of which one
-    part has all::
-
-        rows  [0] [a, b, 0]      sum  0 + (a + b)     mean over those that count  (a + b) / 2
-        row   [a, a, a] [a, a]   sum  3 a + 2 a       mean over those that count   a
-
-    One row of that part is repeated, of which any mean is the same for each number of rows.
-    """
-    if isinstance(found, Problem) or SUM not in found or ANY in found:
-        return found
-    whole, parts = trial.whole[path], [output[path] for output in trial.parts]
-    if not _is_number(whole) or whole.is_meta or not whole.is_floating_point():
-        return found
-    sizes = [abs(part.item()) for part in parts]
-    last = max(range(len(sizes)), key=sizes.__getitem__)
-    if any(
-        size > 2 * tolerance(whole) * sizes[last] for size in (*sizes[:last], *sizes[last + 1 :])
-    ):
-        return found
-    start = sum(trial.sizes[:last])
-    for row in range(start, start + trial.sizes[last]):
-        numbers = [_of_repeated(question, trial, path, row, rows) for rows in (3, 2, 5)]
-        if not all(isinstance(each, Tensor) and each.item() for each in numbers):
-            continue
-        more, less, both = numbers
-        if not difference(both, more + less, sizes[last]):
-            return (SUM,)
-        return _no_mean(path, whole, parts, trial, difference(whole, mean(parts, trial.sizes)))
-    return (SUM, WEIGHTED)
-
-
-def _of_repeated(question: Question, trial: Trial, path: str, row: int, rows: int) -> Any:
-    """What is at a path of the output for one row of a sample, ``rows`` times; None if the model
-    does not take that."""
-    try:
-        outputs, _ = question.outputs(picked(trial.tensors, question.dims, [row] * rows), rows)
-    except Exception as error:
-        if not is_the_models(error):
-            raise
-        return None
-    return outputs.get(path)
+        yield path, with_small_terms(trial, path, found, rounded)
 
 
 def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any], float]:
@@ -447,38 +259,6 @@ def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any
             raise
         return {}, 0.0
     return outputs, mode.largest
-
-
-def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]) -> Trial:
-    """The same sample, with the outputs that ``run`` gives for the whole of it and for its
-    parts."""
-    whole = dict(leaves(run(part(trial.tensors, [None] * len(dims), 0, 0)), "output"))
-    parts = [dict(leaves(run(tensors), "output")) for tensors in trial.each(dims)]
-    return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
-
-
-def of_own_values(
-    run: Callable[[list[Tensor]], Any], tensors: Sequence[Any], dims: Sequence[int | None]
-) -> list[Trial]:
-    """A sample of the mini-batch's own rows, up to OWN of them; none where there are too few, or
-    where the model does not take them."""
-    rows = min(OWN, batch_size(tensors, dims) or 0)
-    if rows < 2 or any(map(is_column, tensors)):
-        return []
-    sizes = rows // 3 or 1, rows - (rows // 3 or 1)
-    return taken(run, Trial(sizes, GIVEN, spread(tensors, dims, rows), {}, []), dims)
-
-
-def taken(
-    run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]
-) -> list[Trial]:
-    """The same sample, as by :func:`ran`; none where the model does not take it."""
-    try:
-        return [ran(run, trial, dims)]
-    except Exception as error:
-        if not is_the_models(error):
-            raise
-        return []
 
 
 def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
@@ -535,10 +315,6 @@ def _may_fit_by_chance(trial: Trial, dims: Sequence[int | None]) -> bool:
     values = [value for value in trial.whole.values() if isinstance(value, Tensor)]
     counts = any(map(_may_be_counted, cut)) and not all(value.ndim for value in values)
     return counts or any(map(_is_of_integers, values)) or _goes_by_values(trial)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _may_be_counted(value: Any) -> bool:
@@ -741,7 +517,7 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         return found.dims
     apart = found.difference
     if whole.ndim == 0 and whole.is_floating_point():
-        return _no_mean(path, whole, parts, trial, apart)
+        return no_mean(path, whole, parts, trial, apart)
     if any(p.shape != whole.shape for p in parts):
         return Problem(
             path,
@@ -757,33 +533,4 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         remedy="compute it outside of the model, or give chunks=1; a difference that does no harm "
         'is accepted with check="warn", which averages it over the micro-batches, or adds it up '
         'where out_dims says "sum" for it. If the batch is along other dimensions, give in_dims',
-    )
-
-
-def confirmed(trial: Trial, path: str, dim: Dim) -> Problem | None:
-    """What is wrong with putting a number together in this way, for one more sample; None if
-    nothing is."""
-    given = [output.get(path) for output in (trial.whole, *trial.parts)]
-    numbers = [each for each in given if isinstance(each, Tensor) and each.numel() == 1]
-    if len(numbers) < len(given) or not is_real(numbers[0]):
-        return None
-    whole, *parts = numbers
-    scale = max(abs(each.item()) for each in parts)
-    apart = difference(whole, put_together(dim, parts, trial.sizes).to(whole.dtype), scale)
-    return _no_mean(path, whole, parts, trial, apart) if apart else None
-
-
-def _no_mean(
-    path: str, whole: Tensor, parts: list[Tensor], trial: Trial, apart: Difference | None
-) -> Problem:
-    """The problem of a number that is neither a mean over the rows nor a sum."""
-    sizes, few = " and ".join(map(str, trial.sizes)), 4
-    of = f"{sizes} of them" if len(trial.sizes) <= few else f"{len(trial.sizes)} micro-batches"
-    so, other = told_apart(whole.item(), mean(parts, trial.sizes).item())
-    return Problem(
-        path,
-        f"{path} is neither a mean over the rows nor a sum: it is {so} for {sum(trial.sizes)} rows "
-        f"made from those of the example, and {other} as the mean of {of}",
-        is_scalar=True,
-        difference=apart,
     )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.meaning.check import Trial
 from fxpipe.meaning.compare import difference, tolerance
 from fxpipe.meaning.sample import picked
+from fxpipe.meaning.trial import Trial
 from fxpipe.runtime.random import RandomState
 
 _ROWS = 4

@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.ir.structure import leaves
-from fxpipe.meaning.check import Trial
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.sample import part
+from fxpipe.meaning.trial import Trial
 
 Calls = Callable[[Sequence[list[Tensor]]], tuple[list[Any], dict[str, Tensor]]]
 """Calls a model on several lists of tensors, one after the other, and gives its outputs and, by

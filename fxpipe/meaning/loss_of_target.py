@@ -19,17 +19,7 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import (
-    OWN,
-    SIZES,
-    Question,
-    Trial,
-    Verdict,
-    check,
-    confirmed,
-    of_own_values,
-    taken,
-)
+from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
@@ -37,7 +27,9 @@ from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
+from fxpipe.meaning.single_numbers import confirmed
 from fxpipe.meaning.stirred import in_place_of_zeros, stirred
+from fxpipe.meaning.trial import OWN, SIZES, Question, Trial, of_own_values, taken
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,

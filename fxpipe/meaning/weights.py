@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
 from fxpipe.loss_weight import IGNORED, observed, tokens
-from fxpipe.meaning.check import Trial, Verdict
+from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.left_out import MOST, LabelCondition
 from fxpipe.meaning.loss import ROWS
 from fxpipe.meaning.problem import Problem
+from fxpipe.meaning.trial import Trial
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weighted_sum
 from fxpipe.trace import bound_arguments
 

@@ -14,10 +14,11 @@ from fxpipe.compiler.outputs import noted_dims
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.candidates import candidates
-from fxpipe.meaning.check import Trial, Verdict
+from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import named_inputs
+from fxpipe.meaning.trial import Trial
 from tests.zoo import MLP
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.check import Trial
+from fxpipe.meaning.trial import Trial
 from fxpipe.meaning.weights import remedy
 
 TWO = ["cpu", "cpu"]

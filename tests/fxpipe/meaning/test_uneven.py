@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.meaning.check import Question, check
+from fxpipe.meaning.check import check
+from fxpipe.meaning.trial import Question
 
 X, Y = torch.randn(8, 1, 32, 32), (torch.rand(8, 32, 32) > 0.8).long()
 
