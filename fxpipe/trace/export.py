@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
 from fxpipe.ir._torch import FakeTensor, at_most_guards, lost_tensors_as_constants
@@ -35,7 +34,7 @@ from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
-from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
+from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps, has_size_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
@@ -482,7 +481,7 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
     tensors; None if no size does. The cut, the costs and the micro-batches need sizes that are
     known before the model runs."""
     for node in graph_module.graph.nodes:
-        if free_unbacked_symbols(node.meta.get("val")):
+        if has_size_by_values(node):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
             frame = model_frame(node.stack_trace)

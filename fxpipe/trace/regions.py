@@ -20,12 +20,20 @@ from operator import attrgetter, getitem
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.ir._torch import VMAP_BEGINS, VMAP_ENDS, schema_of
 from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
+
+aten = torch.ops.aten
+
+_COUNTS = {
+    *(aten.bincount, aten.nonzero, aten.masked_select, aten.unique_dim, aten.unique_consecutive),
+}
+"""Operators whose results have a size that depends on values, whatever they are given."""
 
 _KEPT = "stack_trace", "nn_module_stack"
 # For each kind of group: why it is one node, and how the user can make several nodes of it.
@@ -83,13 +91,24 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
         graph_module.add_submodule(name, whole.Whole(call))
 
 
+def has_size_by_values(node: fx.Node) -> bool:
+    """Whether a number, or the size of a tensor, that an operator gives depends on values.
+
+    The export may know that size all the same, by what is done with the tensor later: of
+    ``h * torch.bincount(labels, minlength=5)``, where ``h`` has five columns, that there are five
+    counts. The operator needs values then, too, and those that use its result do not.
+    """
+    kind = getattr(node.target, "overloadpacket", None)
+    return kind in _COUNTS or bool(free_unbacked_symbols(node.meta.get("val")))
+
+
 def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes that give or take a value of unknown size, in connected groups, in the graph's
-    order. A group also has the nodes on paths between its members, so that every other node can
-    run either before the whole group or after it."""
+    """The nodes that give or take a value of unknown size, or give one whose size depends on
+    values, in connected groups, in the graph's order. A group also has the nodes on paths between
+    its members, so that every other node can run either before the whole group or after it."""
     unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
     together: nx.Graph[fx.Node] = nx.Graph()
-    together.add_nodes_from(n for n in graph.nodes if n in unknown)
+    together.add_nodes_from(filter(has_size_by_values, graph.nodes))
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)

@@ -22,6 +22,7 @@ from fxpipe.ir._torch import (
     enable_python_dispatcher,
     is_view,
     pytree,
+    schema_of,
 )
 from fxpipe.ir.autograd import reached
 from fxpipe.ir.errors import NeedsValues
@@ -30,6 +31,10 @@ from fxpipe.ir.printing import format_node
 from fxpipe.ir.tensors import tensors_of
 
 CPU = torch.device("cpu")
+
+_EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
+_OWN_MODULE = "put it into a module of its own, which is then kept whole"
+"""What helps where a graph needs values: one of the symbolic front end, and one of an export."""
 
 
 class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -92,10 +97,11 @@ class FakeInterpreter(fx.Interpreter):
             return super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = (n.meta.get("stack_trace") or "").strip().splitlines()
+            is_exported = schema_of(n.target) is not None
             raise NeedsValues(
                 f"the model needs the values of tensors to know what to compute: {format_node(n)} "
-                f'({error}); compute it by tensor operations, or give tracer="export", which does '
-                "not trace into modules that need values, but calls them"
+                f"({error}); compute it by tensor operations, or "
+                + (_OWN_MODULE if is_exported else _EXPORT)
                 + "".join(f"\n{line}" for line in where[-2:])
             ) from error
 

@@ -132,6 +132,29 @@ def test_a_result_whose_size_follows_from_values_is_refused_with_the_line():
         fxpipe.compile(Kept(), ["cpu"]).prepare(x, mask)
 
 
+class Counted(Layers):
+    """Weighs columns by how often they are a label. The product tells how many counts there are."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        y = self.last(torch.tanh(self.first(x)))
+        return y * torch.bincount(labels, minlength=6)
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_counts_of_which_later_operators_tell_the_number_are_computed_of_values(tracer: str):
+    model, x, labels = Counted(), torch.randn(6, 6), torch.tensor([0, 2, 5, 2, 1, 1])
+    expected = loop(model, (x, labels), 1)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, tracer=tracer) as pipe:
+        output = pipe(x, labels)  # all micro-batches share the labels
+        loss_of(output).backward()
+        part = pipe.model_graph.get_submodule("values_0")
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    assert isinstance(part, Whole)
+    assert [node.name for node in part.module.graph.nodes] == ["labels", "bincount", "output"]
+
+
 class Each(Layers):
     """A function of one row, of all rows, for several weights."""
 
