@@ -556,10 +556,14 @@ def lost_tensors_as_constants() -> Iterator[None]:
     that tells only in its text which module the tensor belongs to; the name of the constant, in
     ``ExportedProgram.constants``, says it too: the module's path, and ``lifted_tensor_0``. The
     warning in place of the error is ignored, since whoever uses this context looks for constants.
+    So is the one for attributes that a forward assigns, if these are the lists of parameters that
+    recurrent modules make anew while an export has other tensors in the place of their parameters.
     """
     config: Any = importlib.import_module("torch._export.config")
     with warnings.catch_warnings(), config.patch(error_on_lifted_constant_tensors=False):
         warnings.filterwarnings("ignore", "We found a fake tensor in the exported program")
+        lists = rf"The tensor attributes? (\S+\.{FLAT_WEIGHTS}\[\d+\],? )+(was|were) assigned"
+        warnings.filterwarnings("ignore", lists)
         yield
 
 

@@ -420,6 +420,40 @@ def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
     torch.testing.assert_close(gradients(model), expected[1])
 
 
+class LastState(Recurrent):
+    """Of rows of several lengths, of which it makes no use but for the last state of each."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        _, (h, _) = self.lstm(packed)
+        return h[-1]
+
+
+class Summary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.summary, self.last = Recurrent(), LastState(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.summary(torch.tanh(self.first(x, lengths)), lengths))
+
+
+def test_the_last_state_of_rows_of_several_lengths_is_as_good_as_all_of_them(recwarn: Any) -> None:
+    model, x = Summary(), torch.randn(6, 5, 6)
+    lengths = torch.tensor([5, 1, 3, 2, 4, 5])
+    expected = loop(model, (x, lengths), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x, lengths)
+        loss_of(output).backward()
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    said = [str(each.message) for each in recwarn]
+    assert not any("assigned during export" in text for text in said), "the user has assigned none"
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 
