@@ -135,6 +135,8 @@ class Staging(ABC):
         """The place in the cache on disk of the compilation that is being made."""
         self._any_size = bool(options.dynamic)
         """Whether programs are compiled for all sizes of inputs that the model treats alike."""
+        self._told: set[str] = set()
+        """What the check has warned of, see :meth:`fxpipe.meaning.asked.Asked.warn`."""
         self._target: Any = options.example_target
         """A target like those of the calls to come, with its tensors on "meta"; None: not known."""
         self._expected_loss: SavedByLoss | str = NO_TARGET
@@ -163,6 +165,7 @@ class Staging(ABC):
             options.loss_weight,
             returns_loss=options.loss_fn is None,
             training=options.training,
+            told=self._told,
         )
 
     def _to_the_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,7 @@ class Asked:
         returns_loss: whether ``loss_weight`` is about a loss that the model returns.
         training: whether gradients are wanted, so that they have to be right.
         counts: what rows of the mini-batch differ by, so that the rows of samples have to.
+        told: what the user has been warned of, which is not said again; None: that is not kept.
     """
 
     in_dims: Any = None
@@ -79,6 +81,21 @@ class Asked:
     returns_loss: bool = False
     training: bool = True
     counts: Sequence[Tensor] = ()
+    told: set[str] | None = None
+
+    def warn(self, text: str) -> None:
+        """Warn, unless the user has been told the same. A model with state is compiled again and
+        again, and checked each time: what has other numbers then, and no other words, is no news.
+        """
+        said = _NUMBERS.sub("", text)
+        if self.told is None or said not in self.told:
+            warn(text, BatchWarning)
+        if self.told is not None:
+            self.told.add(said)
+
+
+_NUMBERS = re.compile(r"(?<![\w\[.])\d[\d.]*(e[+-]\d+)?")
+"""The numbers in a text, but for those in the paths of outputs and modules."""
 
 
 def refuse(asked: Asked, text: str) -> None:
@@ -86,7 +103,7 @@ def refuse(asked: Asked, text: str) -> None:
     if asked.check is True:
         raise BatchError(text)
     if asked.check:
-        warn(text, BatchWarning)
+        asked.warn(text)
 
 
 def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:

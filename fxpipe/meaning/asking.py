@@ -166,7 +166,7 @@ class Asking:
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
-                warn(text, BatchWarning)
+                self.asked.warn(text)
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = rows_in(self.inputs, dims)
@@ -226,12 +226,12 @@ class Asking:
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
             notes.append(lasting)
-            warn(messages.lasting(lasting), BatchWarning)
+            self.asked.warn(messages.lasting(lasting))
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
                 raise BatchError(text)
-            warn(text, BatchWarning)
+            self.asked.warn(text)
             notes.append(problem.text)
         unclear, refused = self._unclear(verdict), verdict.refused_sizes
         return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)

@@ -290,3 +290,28 @@ def test_what_the_host_draws_while_a_model_is_compiled_is_put_back():
     np.random.seed(0)
     compiled(nn.Sequential(nn.Linear(D, D), Drops(random.random), Drops(np.random.rand))).close()
     assert (random.random(), np.random.rand()) == expected
+
+
+class Counting(nn.Module):
+    """Multiplies by the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_state_that_has_been_told_of_is_not_told_of_again_with_other_numbers():
+    model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        with pytest.warns(fxpipe.BatchWarning, match=r"an earlier call leaves in 1\.calls"):
+            pipe(torch.randn(8, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fxpipe.BatchWarning)
+            pipe(torch.randn(8, 4))  # compiled for another number of calls
+            pipe.eval()
+            pipe(torch.randn(8, 4))
+        assert len(pipe.compilations) == 3
