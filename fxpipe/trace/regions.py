@@ -108,7 +108,7 @@ def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
     its members, so that every other node can run either before the whole group or after it."""
     unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
     together: nx.Graph[fx.Node] = nx.Graph()
-    together.add_nodes_from(filter(has_size_by_values, graph.nodes))
+    together.add_nodes_from(node for node in graph.nodes if has_size_by_values(node))
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
