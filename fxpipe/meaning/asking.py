@@ -206,7 +206,7 @@ class Asking:
         names = [each.name for each in self.inputs]
         for seed in range(TRIALS):  # the samples of the check: in some the values may be the same
             rows, counts = [sum(trial.sizes), *trial.sizes], self.asked.counts
-            tensors = sampled(self.tensors, dims, rows[0], trial.level, seed, counts)
+            tensors = sampled(self.tensors, dims, trial.sizes, trial.level, seed, counts)
             parts = replace(trial, tensors=tensors).each(dims)
             try:
                 found = differing_value(self.runs.output_of, names, tensors, parts, rows)

@@ -54,7 +54,7 @@ from fxpipe.meaning.trial import Question, Trial
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
-TRIALS = 3
+TRIALS = 5  # of which the first and the last one are those OF_PARTS_APART
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
 # may be a decision between nearly equal values.
@@ -358,8 +358,8 @@ def _trial(
     else:
         ways = ((before.sizes, level) for level in levels[levels.index(before.level) :])
     for sizes, level in ways:
-        rows, counts = sum(sizes), question.counts
-        tensors = sampled(question.tensors, question.dims, rows, level, seed, counts)
+        own, dims, counts = question.tensors, question.dims, question.counts
+        tensors = sampled(own, dims, sizes, level, seed, counts)
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)

@@ -34,6 +34,11 @@ OF_LABELS = 1
 """The seed of the sample in which rows have any labels, as a loss may weigh rows by theirs. In
 others one row alone has the largest, as lengths may be what rows have."""
 
+OF_PARTS_APART = 0, 4
+"""The seeds of the samples in which real numbers of the first part are far from those of the other
+parts, so that decisions by all rows show. In others rows differ from each other only, since places
+of largest values, say, are often the same in such samples, and hits of labels are none."""
+
 
 @dataclass
 class Sample:
@@ -84,12 +89,12 @@ def out_of_inference_mode(inputs: Any) -> Any:
 def sampled(
     tensors: Sequence[Tensor],
     dims: Sequence[int | None],
-    rows: int,
+    sizes: Sequence[int],
     level: str,
     seed: int,
     counts: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """A sample of ``rows`` rows, which differs from the example as ``level`` says.
+    """A sample for parts of these sizes, which differs from the example as ``level`` says.
 
     Rows of different tensors that belong together stay together, so that what a model takes for
     granted of one row remains true. Tensors that all rows share keep their size.
@@ -99,6 +104,7 @@ def sampled(
             first and the last row of the sample are to differ by it. By default, what is no number
             and, where integers are not mixed, the smallest and the largest ones.
     """
+    rows = sum(sizes)
     draw = torch.Generator().manual_seed(seed)
     batch = batch_size(tensors, dims) or 0
     order = torch.arange(rows) % batch
@@ -121,7 +127,7 @@ def sampled(
             chosen = value.index_select(dim, (order % value.shape[dim]).to(value.device))
             if level != GIVEN:
                 chosen = _perturbed(chosen, value, dim, level, draw)
-                chosen = _uneven(chosen, value, dim, level, draw)
+                chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
             value = chosen
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)
@@ -280,11 +286,14 @@ def _perturbed(
     return rows
 
 
-def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Generator) -> Tensor:
+def _uneven(
+    rows: Tensor, example: Tensor, dim: int, level: str, first: int, draw: torch.Generator
+) -> Tensor:
     """The rows, less like each other: in each, a share of its own of the floating-point values is
-    moved towards the smallest one. At the level "mixed" such a share of the integers and flags is
-    replaced by a few of them: the smallest, the largest, and any other one. Rows of a single number
-    stay as they are.
+    moved towards the smallest one, but in the samples OF_PARTS_APART those of the ``first`` rows,
+    the first part, are moved elsewhere than those of the others. At the level "mixed" such a share
+    of the integers and flags is replaced by a few of them: the smallest, the largest, and any other
+    one. Rows of a single number stay as they are.
 
     What a loss computes of a whole row, such as how many of its labels count or how often a class
     occurs, is nearly the same for all rows of many numbers drawn alike; and then nearly any
@@ -298,6 +307,8 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
     share = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.7])[torch.arange(count) % 5]
     share = share.reshape([count if i == dim else 1 for i in range(rows.dim())])
     if has_fractions(example):
+        if draw.initial_seed() in OF_PARTS_APART:
+            return _moved_apart(rows, first, dim)
         return _lowered(rows, share.to(rows))
     if level != MIXED or example.device.type != "cpu":  # see _exchanged
         return rows
@@ -320,6 +331,33 @@ def _lowered(rows: Tensor, share: Tensor) -> Tensor:
     is_finite = rows.isfinite()
     least = torch.where(is_finite, rows, torch.inf).min().nan_to_num(posinf=0.0)
     return torch.where(is_finite, torch.lerp(rows, least.expand_as(rows), share), rows)
+
+
+def _moved_apart(rows: Tensor, first: int, dim: int) -> Tensor:
+    """Finite values that have been moved, so that the ``first`` rows have little in common with the
+    others: a model may decide something for all rows by their mean, their spread, or the largest of
+    their values, and parts of the sample are to decide otherwise then. In the first rows all values
+    are nearly one that is smaller than most; in each of the others most are nearly the largest, and
+    a share of its own nearly the smallest."""
+    is_finite = rows.isfinite()
+    finite = rows[is_finite]
+    if not finite.numel():
+        return rows
+    ordered, count = finite.sort().values, rows.shape[dim]
+    row = torch.arange(count)
+    is_first = (row < first).to(rows.device)
+    # Places in a row, of which every fifth, say, gets the smallest value: shares of numbers that
+    # are drawn would be others from sample to sample, and so would be the sign of the mean.
+    place = torch.arange(rows.numel() // count)
+    every = torch.tensor([5, 7, 4, 6, 8])[(row - first) % 5, None]
+    is_small = (place + row[:, None]) % every == 0
+    shape = rows.movedim(dim, 0).shape
+    is_small = is_small.reshape(shape).movedim(0, dim).to(rows.device)
+    is_first = is_first.reshape([count if i == dim else 1 for i in range(rows.dim())])
+    towards = torch.where(is_small, ordered[0], ordered[-1])
+    towards = torch.where(is_first, ordered[len(ordered) // 10], towards)
+    by = torch.where(is_first, 0.95, 0.9).to(rows).expand_as(rows)
+    return torch.where(is_finite, torch.lerp(rows, towards, by), rows)
 
 
 def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:

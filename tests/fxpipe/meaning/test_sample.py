@@ -27,19 +27,19 @@ def missing_in(*rows, batch=64, width=4):
 @pytest.mark.parametrize("level", LEVELS[:-1])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_row_has_values_missing_if_any_has(level, seed):
-    (found,) = sampled([missing_in(9)], [0], 4, level, seed)
+    (found,) = sampled([missing_in(9)], [0], (1, 3), level, seed)
     assert found.isnan().sum(1).tolist() == [3, 0, 0, 0]
 
 
 def test_rows_as_they_are_stay_the_first_ones():
     x = missing_in(9)
-    (found,) = sampled([x], [0], 4, GIVEN, 0)
+    (found,) = sampled([x], [0], (1, 3), GIVEN, 0)
     torch.testing.assert_close(found, x[:4])
 
 
 def test_rows_as_they_are_differ_by_a_count_that_is_given():
     x = missing_in(9)
-    (found,) = sampled([x], [0], 4, GIVEN, 0, [count_of_rows(x.isnan(), 0)])
+    (found,) = sampled([x], [0], (1, 3), GIVEN, 0, [count_of_rows(x.isnan(), 0)])
     assert sorted(found.isnan().sum(1).tolist()) == [0, 0, 0, 3]
 
 
@@ -47,7 +47,7 @@ def test_rows_as_they_are_differ_by_a_count_that_is_given():
 def test_whole_rows_differ_by_the_smallest_of_their_integers(seed):
     labels = torch.randint(1, 5, (64, 4))
     labels[7, 2:] = 0
-    (found,) = sampled([labels], [0], 4, WHOLE, seed)
+    (found,) = sampled([labels], [0], (1, 3), WHOLE, seed)
     assert (found == 0).any()
 
 
@@ -58,21 +58,21 @@ def test_of_one_integer_a_row_the_first_or_the_last_row_alone_has_the_largest(le
     """However the sample is cut, one of its parts lacks it, although most rows have it."""
     lengths = torch.full((16,), 5)
     lengths[[3, 9]] = 2
-    (found,) = sampled([lengths.reshape(shape)], [0], 5, level, seed)
+    (found,) = sampled([lengths.reshape(shape)], [0], (1, 4), level, seed)
     assert found.shape == (5, *shape[1:])
     assert sorted(found.flatten().tolist()) == [2, 2, 2, 2, 5]
     assert 5 in (found[0], found[-1])
 
 
 def test_also_where_all_rows_of_the_example_have_it():
-    (found,) = sampled([torch.full((8,), 5)], [0], 3, MIXED, 0)
+    (found,) = sampled([torch.full((8,), 5)], [0], (1, 2), MIXED, 0)
     assert sorted(found.tolist()) == [4, 4, 5]  # shorter ones, as rows of this length may be full
 
 
 def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
     labels = torch.zeros(16, dtype=torch.long)
     labels[3] = 1
-    (found,) = sampled([labels], [0], 4, MIXED, OF_LABELS)
+    (found,) = sampled([labels], [0], (1, 3), MIXED, OF_LABELS)
     assert found[0] != found[-1]
 
 
@@ -85,13 +85,13 @@ def test_a_target_of_fewer_rows_than_the_example_of_the_inputs_is_counted_from_i
 def test_each_of_two_counts_has_rows_that_differ_by_it():
     both = [missing_in(9), missing_in(30)]
     for seed in range(3):
-        for found in sampled(both, [0, 0], 4, MIXED, seed):
+        for found in sampled(both, [0, 0], (1, 3), MIXED, seed):
             assert found.isnan().sum() == 3
 
 
 def test_rows_that_belong_together_stay_together():
     numbers = torch.arange(64).reshape(64, 1)
-    x, found = sampled([missing_in(9), numbers], [0, 0], 4, WHOLE, 0)
+    x, found = sampled([missing_in(9), numbers], [0, 0], (1, 3), WHOLE, 0)
     assert found[x.isnan().any(1)].flatten().tolist() == [9]
 
 
