@@ -237,10 +237,10 @@ def by_values(verdict: Verdict, read: DifferingValue) -> str:
 def unclear(path: str) -> str:
     """The message for an output that may be a mean or a sum."""
     return (
-        f"{path} is zero for all rows like those of the example, so that it cannot be found out "
-        "whether it is a mean over the rows or a sum: give out_dims, with None for a mean or "
-        '"sum" for a sum (of a loss that the model returns, loss_weight="rows" or "sum"), or '
-        "example inputs for which it is not zero"
+        f"{path} has no dimension of rows, and it was zero whatever the rows of a sample were, so "
+        "that it cannot be found out whether it is a mean over the rows or a sum: give out_dims, "
+        'with None for a mean or "sum" for a sum (of a loss that the model returns, '
+        'loss_weight="rows" or "sum"), or example inputs for which it is not zero'
     )
 
 
@@ -336,10 +336,10 @@ def across(
         )
     if of_loss_fn:
         return (
-            f"{what}{why} To get the loss of the whole batch, give loss_weight=, a function of the "
-            "target that says by how much each micro-batch counts (if loss_fn takes its mean by "
-            "lengths or a mask in the model's output, put these into the target, too: "
-            "target=(y, lengths) and loss_weight=lambda target: target[1].sum()); "
-            f"or {otherwise}; or give chunks=1"
+            f"{what}{why} To get that of the whole batch, give loss_weight= if it is a weighted "
+            "mean, a function of the target that says by how much each micro-batch counts (if "
+            "loss_fn takes its mean by lengths or a mask in the model's output, put these into the "
+            "target, too: target=(y, lengths) and loss_weight=lambda target: target[1].sum()); of "
+            f"any other loss, a root of a mean say, {otherwise}, or give chunks=1"
         )
     return f"{what}{why} To get the model's number, {otherwise}, or give chunks=1"

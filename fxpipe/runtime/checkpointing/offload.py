@@ -58,7 +58,7 @@ _HOST = torch.device("cpu")
 _moving: dict[torch.Stream, list[weakref.ref[Block]]] = {}
 """By a computing stream: the blocks that have begun to leave its device, and that it has not waited
 for yet."""
-_lock = threading.Lock()  # for what is above, and for blocks that come back
+_lock = threading.Lock()  # for what is above
 
 
 class Block:
@@ -74,6 +74,7 @@ class Block:
         self.on_host: Tensor | None = None
         self.link: torch.Stream | None = None  # that copies them, as long as nobody waits for it
         self.copied: torch.Event | None = None  # behind that copy
+        self._lock = threading.Lock()  # two threads may want the bytes back
 
     def send(self, link: torch.Stream | None) -> None:
         """Begin to copy the bytes to the host; a device without streams gives them up at once."""
@@ -93,12 +94,19 @@ class Block:
         self.on_device = self.link = None
 
     def fetch(self, link: torch.Stream | None) -> None:
-        """Begin to copy the bytes back to the device."""
-        assert self.on_host is not None
-        self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        with on(link):
-            self.on_device.copy_(self.on_host, non_blocking=True)
-        self.link = link
+        """Begin to copy the bytes back to the device, unless this has begun already."""
+        with self._lock:
+            if self.on_device is not None:
+                return
+            assert self.on_host is not None
+            back = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            if link is not None and self.copied is not None:
+                link.wait_event(self.copied)
+            with on(link):
+                back.copy_(self.on_host, non_blocking=True)
+            if link is not None:
+                self.copied = link.record_event()
+            self.on_device, self.link = back, link
 
     def there(self) -> Tensor:
         """The bytes, back on the device; the stream that runs here waits until they are."""
@@ -226,21 +234,11 @@ def _give_up(computing: torch.Stream) -> None:
 def _fetch(blocks: Iterable[Block], device: torch.device) -> None:
     """Begin to move back those of the blocks, all of one device, that have not begun to."""
     computing, (_, arriving) = _computing(device), link(_HOST, device)
-    if computing is not None:
+    if computing is not None and arriving is not None:
         _give_up(computing)
-    with _lock:
-        away = [block for block in blocks if block.on_device is None]
-        if computing is not None and arriving is not None:
-            arriving.wait_event(computing.record_event())  # its memory may be in use until then
-            for event in {block.copied for block in away}:
-                assert event is not None
-                arriving.wait_event(event)
-        for block in away:
-            block.fetch(arriving)
-        if arriving is not None:
-            copied = arriving.record_event()
-            for block in away:
-                block.copied = copied
+        arriving.wait_event(computing.record_event())  # their memory may be in use until then
+    for block in blocks:
+        block.fetch(arriving)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

@@ -42,7 +42,7 @@ BY = {
 @pytest.mark.parametrize("name", BY)
 def test_a_decision_by_values_of_all_rows_is_seen_whatever_the_numbers(name):
     draw, of_all = BY[name]
-    for seed in range(20):
+    for seed in range(3):
         torch.manual_seed(seed)
         with pytest.raises(fxpipe.BatchError, match="depends on which other rows there are"):
             meaning_of(Decides(of_all), (draw(16, 8),), {}, ASKED)
