@@ -183,7 +183,7 @@ def test_peak_of_saved_bytes_is_that_of_one_segment_and_the_boundaries(monkeypat
     "options, message",
     [
         ({"checkpoint": "always", "checkpoint_segments": 0}, "checkpoint_segments is 0: give"),
-        ({"checkpoint_segments": 2}, 'checkpoint_segments is 2, but checkpoint is "never"'),
+        ({"checkpoint_segments": 2}, "checkpoint_segments is 2, but checkpoint is 'never'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
