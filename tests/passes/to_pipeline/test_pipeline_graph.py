@@ -349,7 +349,7 @@ def test_entries_for_inputs_and_outputs_must_be_as_many_as_these():
 
 
 def test_an_unknown_checkpoint_mode_is_refused():
-    with pytest.raises(ValueError, match="'never', 'except_last', 'always', a list"):
+    with pytest.raises(ValueError, match="'never', 'except_last', 'always', 'offload', a list"):
         Checkpoint("sometimes")
 
 
