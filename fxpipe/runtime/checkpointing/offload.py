@@ -125,7 +125,7 @@ class Block:
             keep(self.link, self.on_device)
 
 
-class Slot:
+class HostSlot:
     """Stands for one saved tensor in the autograd graph: the tensor, until it moves; then the block
     that has its bytes, and where it lies in it."""
 
@@ -171,7 +171,7 @@ class Offload:
         given = (arg for arg in args if isinstance(arg, nn.Parameter))
         lasting = (*module.parameters(), *module.buffers(), *given)
         self._lasting = {memory_of(each) for each in lasting}
-        self._slots: list[weakref.ref[Slot]] = []
+        self._slots: list[weakref.ref[HostSlot]] = []
         self._blocks: list[weakref.ref[Block]] = []
 
     def saving(self) -> AbstractContextManager[None]:
@@ -179,8 +179,8 @@ class Offload:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @uncompiled
-    def _pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor.detach() if tensor.grad_fn is not None else tensor)
+    def _pack(self, tensor: Tensor) -> HostSlot:
+        slot = HostSlot(tensor.detach() if tensor.grad_fn is not None else tensor)
         if self._moves(tensor):
             self._slots.append(weakref.ref(slot))
         return slot
@@ -250,10 +250,10 @@ def _living(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-def _blocks(slots: Iterable[Slot], device: torch.device) -> Iterator[Block]:
+def _blocks(slots: Iterable[HostSlot], device: torch.device) -> Iterator[Block]:
     """Blocks with the bytes of all tensors that move; each tensor is in one of them then. One that
     has been written to since it was saved stays, and is refused when the backward asks for it."""
-    memories: dict[int, list[tuple[int, int, Slot]]] = {}
+    memories: dict[int, list[tuple[int, int, HostSlot]]] = {}
     for slot in slots:
         tensor = slot.tensor
         if tensor is not None and _is_on(tensor, device) and version_in(tensor) == slot.version:
@@ -281,10 +281,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, (last + 1) * tensor.itemsize if tensor.numel() else begin
 
 
-def _merged(spans: list[tuple[int, int, Slot]]) -> Iterator[tuple[int, int, list[Slot]]]:
+def _merged(spans: list[tuple[int, int, HostSlot]]) -> Iterator[tuple[int, int, list[HostSlot]]]:
     """The spans of one memory, those that overlap as one."""
     begin = end = 0
-    own: list[Slot] = []
+    own: list[HostSlot] = []
     for first, last, slot in sorted(spans, key=lambda span: span[:2]):
         if own and first < end:
             end = max(end, last)
@@ -298,5 +298,5 @@ def _merged(spans: list[tuple[int, int, Slot]]) -> Iterator[tuple[int, int, list
 
 
 @uncompiled
-def _unpack(slot: Slot) -> Tensor:
+def _unpack(slot: HostSlot) -> Tensor:
     return slot.taken()
