@@ -169,11 +169,9 @@ def alive(
         held = [chunks - n + (n > 0) * part for n, part in zip(again, parts, strict=True)]
         return held, [float(n * number) for n, number in zip(again, numbers, strict=True)]
     ones, zeros = [1.0] * stages, [0.0] * stages
-    kept = peaks(order, Memory(ones)).stages
-    of_activations = peaks(order, Memory(ones, checkpointed=again, recomputed=parts)).stages
+    held = list(peaks(order, Memory(ones, checkpointed=again, recomputed=parts)).stages)
     of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=numbers))
-    held = [
-        min(*both) if i in hosts else both[1]
-        for i, both in enumerate(zip(kept, of_activations, strict=True))
-    ]
+    if hosts:  # a schedule that has fewer under way at once needs no more than these
+        kept = peaks(order, Memory(ones)).stages
+        held = [min(own, kept[i]) if i in hosts else own for i, own in enumerate(held)]
     return held, list(of_inputs.stages)

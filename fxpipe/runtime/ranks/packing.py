@@ -202,9 +202,10 @@ class Description:
     @cached_property
     def alone(self) -> Strided | None:
         """The tensor, if the values are a tuple of one that can travel without a description."""
-        (first, *others) = self.leaves or (None,)
-        is_alone = isinstance(first, Strided) and first.is_alone and not others
-        return first if is_alone and self.build is tuple else None  # type: ignore[return-value]
+        match self.leaves:
+            case (Strided() as tensor,) if tensor.is_alone and self.build is tuple:
+                return tensor
+        return None
 
     @cached_property
     def build(self) -> Callable[[list[Any]], Any]:
