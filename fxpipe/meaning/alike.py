@@ -143,9 +143,9 @@ def _keeps_apart(node: fx.Node) -> bool:
     if not any(map(_rows, (value, *_values((node.args, node.kwargs))))):
         return True
     kind = getattr(node.target, "overloadpacket", None)
-    # To one row, ``expand`` does nothing, and leaves no trace in the autograd graph. And of one row
-    # ``squeeze`` takes away the dimension of rows, where it takes away all dimensions of size 1.
-    if kind is aten.expand or node.target is aten.squeeze.default:
+    # Of one row ``squeeze`` takes away the dimension of rows, where it takes away all dimensions of
+    # size 1.
+    if node.target is aten.squeeze.default:
         return False
     if kind in _ROWS:
         return _goes_over_others(node, kind)

@@ -86,13 +86,18 @@ def _bytes_of_activation(tensor: Tensor) -> int:
 
 
 _AS_IT_IS = {
-    *("AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0"),
-    *("SliceBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"),
+    *("AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "SliceBackward0"),
+    *("ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"),
 }
 """The kinds of nodes that hand a gradient on as it is where its shape and dtype remain the same:
 the node of a slice, say, that takes all of a tensor, or that of a copy to another device."""
 
 _BY_FREQUENCY = "_saved_scale_grad_by_freq"
+
+_EXPANDS = "ExpandBackward0"
+"""The kind of the node that adds a gradient up over what ``expand`` has repeated. An operator that
+broadcasts its input does that itself, and for a single row nothing is repeated. Where outputs are
+equal the gradient is the same, whichever of them adds it up."""
 
 _RESHAPES = "ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"
 """The kinds of nodes that give the gradient in the shape of the operator's input."""
@@ -104,7 +109,8 @@ def history_of(
     inputs: Sequence[Tensor] = (),
 ) -> Hashable:
     """The autograd graph behind the results as a value that can be compared: the kinds of its nodes
-    and their edges. Nodes that hand the gradient on as it is are left out.
+    and their edges. Nodes that hand the gradient on as it is are left out, and so are those of
+    ``expand``.
 
     A history with a backward that a user has written (``torch.autograd.Function``) equals no other,
     since that backward may compute anything; nor does one with a lookup in an embedding that
@@ -127,7 +133,7 @@ def history_of(
     def followed(edge: Edge) -> tuple[int, int] | None:
         """The number of the node that an edge leads to, and the gradient's number there."""
         node, place = edge
-        while node is not None and _hands_on(node):
+        while node is not None and (_hands_on(node) or _expands(node)):
             held.append(node)
             ((node, place),) = node.next_functions
         if node is None:
@@ -192,6 +198,11 @@ def _hands_on(node: Node) -> bool:
     return dtype == other_dtype and bool(shape == other_shape)
 
 
+def _expands(node: Node) -> bool:
+    is_users = isinstance(node, BackwardCFunction)
+    return not is_users and node.name() == _EXPANDS and node.next_functions[0][0] is not None
+
+
 def _is_attention(node: Node) -> bool:
     is_users = isinstance(node, BackwardCFunction)
     return not is_users and node.name().startswith("ScaledDotProduct")
@@ -214,7 +225,7 @@ def _without_repeated_heads(edge: Edge, held: list[Node]) -> Edge:
     passed: list[Node] = []
     shapes = []
     node, place = edge
-    for kinds in (_RESHAPES, ("ExpandBackward0",), ("UnsqueezeBackward0",)):
+    for kinds in (_RESHAPES, (_EXPANDS,), ("UnsqueezeBackward0",)):
         while node is not None and _hands_on(node):
             passed.append(node)
             ((node, place),) = node.next_functions
