@@ -231,15 +231,16 @@ class _LossOfTarget:
             return []
 
         def loss(tensors: list[Tensor]) -> Any:
-            places = torch.arange(len(tensors[-1])) % known
+            *own, places = tensors
             repeated = [
                 tensor if dim is None else tensor.index_select(dim, places.to(tensor.device))
                 for tensor, dim in zip(found, dims, strict=True)
             ]
-            return self._loss_apart(structure.fill(repeated), tensors)[0]
+            return self._loss_apart(structure.fill(repeated), own)[0]
 
         tensors = part(self.tensors, self.dims, 0, rows)
-        return taken(loss, Trial(sizes, GIVEN, tensors, {}, []), self.dims)
+        sample = Trial(sizes, GIVEN, [*tensors, torch.arange(rows) % known], {}, [])
+        return [replace(trial, tensors=tensors) for trial in taken(loss, sample, [*self.dims, 0])]
 
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
         question = Question(run, self.tensors, self.dims, counts=self.asked.counts)

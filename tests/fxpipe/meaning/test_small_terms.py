@@ -77,6 +77,15 @@ def test_a_loss_that_goes_by_the_number_of_rows_is_checked_with_as_many_as_there
     assert "neither a mean over the rows nor a sum" in text
 
 
+@pytest.mark.parametrize("chunks", [4, 5, 16])
+def test_a_mean_over_the_rows_is_one_however_many_rows_a_micro_batch_has(chunks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    with fxpipe.compile(model, TWO, chunks=chunks, loss_fn=F.cross_entropy) as pipe:
+        x, target = 5 * torch.randn(ROWS, 6), torch.randint(4, (ROWS,))
+        assert told(lambda: pipe.step(x, target=target)) == []
+
+
 class Uncertain(nn.Module):
     """Kendall et al., "Multi-Task Learning Using Uncertainty to Weigh Losses", 2018, with sums."""
 
