@@ -26,6 +26,7 @@ from fxpipe.runtime import step as _step
 from fxpipe.runtime.checkpointing import checkpoint as _checkpoint
 from fxpipe.runtime.checkpointing.checkpoint import Handle
 from fxpipe.runtime.checkpointing.offload import Offload
+from fxpipe.runtime.checkpointing.selective import keeping_products
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.ranks.replicas import Gradients
@@ -271,6 +272,24 @@ def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
 
 
 @_op
+def selective(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
+    """Run a stage without keeping its activations, but for the results of products.
+
+    Returns the stage's output, and a handle by which :func:`recompute` runs the stage again with
+    these results.
+
+    ::
+
+        args --- stage --- output          kept: the results of products of matrices, convolutions
+                                           and attention
+    """
+    options = _checkpoint.CheckpointOptions(
+        preserve_rng_state=False, context_fn=functools.partial(keeping_products, once=False)
+    )
+    return _checkpoint.checkpointed(stage.forward, *args, options=options)
+
+
+@_op
 def offloaded(stage: nn.Module, source: str, *args: Any) -> tuple[Any, Offload | None]:
     """Run a stage, and move its activations from the source stream's device to the host's memory.
 
@@ -413,8 +432,9 @@ def forward(
     Args:
         passed: the indices of those arguments that are passed on to later stages.
         single: whether the stage returns one result, and not a tuple of results.
-        checkpoint: whether no activations are kept, so that the backward runs the stage again; or
-            "offload": they are kept until :func:`offload` moves them to the host.
+        checkpoint: whether no activations are kept, so that the backward runs the stage again;
+            "selective": the results of products are kept for that; or "offload": all activations
+            are kept until :func:`offload` moves them to the host.
 
     Returns the results followed by the arguments that are passed on, and the tape, which is the
     recorded autograd graph.
@@ -789,6 +809,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     portal_orange,
     checkpoint,
     offloaded,
+    selective,
     recompute,
     share,
     lend,

@@ -111,7 +111,7 @@ class Subject:
         self.model, self.inputs = make(), inputs_of(2 * CHUNKS)
         self.delays = Delays(dist.get_rank() if isinstance(where, dist.ProcessGroup) else 0)
         self.steps = way in NAMES
-        modes = "never", "except_last", "always", "offload"
+        modes = "never", "except_last", "always", "offload", "selective"
         checkpoint = modes[len(name) % len(modes)]  # a mixture of them
         with instrumented(self.delays):
             self.pipe = fxpipe.compile(

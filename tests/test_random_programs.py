@@ -97,7 +97,7 @@ def cases(draw: st.DrawFn) -> Case:
         # Mostly the values made last are used, so that programs are deep, with skips.
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
-    checkpoint = draw(st.sampled_from(["never", "except_last", "always", "offload"]))
+    checkpoint = draw(st.sampled_from(["never", "selective", "except_last", "always", "offload"]))
     numbers = st.integers(1, 3)
     return Case(
         steps,

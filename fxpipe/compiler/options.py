@@ -156,6 +156,12 @@ class Options:
         Checkpoint(self.checkpoint, self.checkpoint_segments)  # raises for wrong values
         if self.checkpoint != modes.AUTO:
             of_stages(self.checkpoint, len(self.devices))  # raises for another number of stages
+        if self.stage_backend is not None and modes.SELECTIVE in modes.listed(self.checkpoint):
+            raise ValueError(
+                'checkpoint="selective" keeps what single operators give, and stage_backend makes '
+                'one piece of code of all of a stage: give "always", "except_last", "offload" or '
+                '"auto", or no stage_backend'
+            )
         if isinstance(self.checkpoint_segments, tuple):
             counts(self.checkpoint_segments, "always", len(self.devices))  # the same
         if isinstance(self.loss_fn, type):
@@ -269,7 +275,8 @@ class Options:
     @property
     def specs(self) -> tuple[DeviceSpec, ...]:
         """The description of each lane's device, without a limit of memory."""
-        return tuple(map(spec_of, self.lanes))
+        is_eager = self.stage_backend is None
+        return tuple(replace(spec_of(lane), is_eager=is_eager) for lane in self.lanes)
 
     def schedule_for(
         self, chunks: int, costs: Sequence[Cost], checkpoint: Modes, segments: Segments

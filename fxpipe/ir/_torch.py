@@ -135,6 +135,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def alias_below_autograd(tensor: Tensor) -> Tensor:
+    """An alias of a tensor without history, made where a dispatch mode sees an operator. There
+    ``detach`` by itself gives an alias that does not see what is written to the tensor later: the
+    two would have a count of their own each (:func:`version_of`)."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another, so that it cannot be detached in
     place."""

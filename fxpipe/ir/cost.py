@@ -20,6 +20,8 @@ class Cost:
 
     ``accumulation_s`` is the time that each micro-batch but the first takes to add its gradients of
     parameters to those that are there. It is part of ``backward_s`` as often as that happens.
+    ``again_s`` is the time of a second forward that is given the results of products, which have
+    ``product_bytes``.
     """
 
     forward_s: float = 0.0
@@ -33,6 +35,8 @@ class Cost:
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     accumulation_s: float = 0.0
+    again_s: float = 0.0
+    product_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -43,6 +47,12 @@ class Cost:
     def fixed_bytes(self) -> int:
         """The bytes that do not depend on the batch: parameters and the memory kept for them."""
         return sum(getattr(self, name) for name in FIXED)
+
+    @property
+    def part_again(self) -> float:
+        """The part of the forward's time that a second forward takes with the results of
+        products."""
+        return min(1.0, self.again_s / self.forward_s) if self.forward_s else 1.0
 
     def times(self, count: int) -> Cost:
         """The cost of ``count`` micro-batches, if this is the cost of one. Parameters and the

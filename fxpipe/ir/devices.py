@@ -38,6 +38,8 @@ class DeviceSpec:
         launch_s: seconds that any operator costs, even if it computes nothing.
         host_bytes_per_s: the bandwidth of the link to the host's memory, one way, where activations
             may wait for their backward; None: there is no such memory beside the device's own.
+        is_eager: whether stages run there operator by operator, so that a stage can keep what some
+            operators give. If they are compiled, it cannot.
     """
 
     name: str = "cpu core"
@@ -50,6 +52,7 @@ class DeviceSpec:
     launch_s: float = 2e-6
     full_flops_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    is_eager: bool = True
 
     def __post_init__(self) -> None:
         rates = "flops_per_s", "bytes_per_s", "link_bytes_per_s", *OPTIONAL_RATES

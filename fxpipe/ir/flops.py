@@ -1,8 +1,11 @@
-"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count."""
+"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count; and
+tells which operators are products, whose results are worth keeping."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch.utils.flop_counter import (
     shape_wrapper,
 )
 
-from fxpipe.ir._torch import TorchDispatchMode
+from fxpipe.ir._torch import TorchDispatchMode, schema_of
 
 
 @torch.library.custom_op("fxpipe::computed", mutates_args=())
@@ -92,6 +95,33 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The FLOPs of an operator that has been given these arguments."""
     formula = FORMULAS.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that is given these arguments is a product (of matrices, a convolution,
+    an attention): it computes far more than it writes, and its result depends on its arguments
+    alone. An attention with dropout is none, since it draws random numbers."""
+    is_one, place = _product(func)
+    if not is_one or place is None:
+        return is_one
+    return not (args[place] if place < len(args) else kwargs.get(_DROPOUT, 0.0))
+
+
+_DROPOUT = "dropout_p"
+
+
+@functools.cache
+def _product(func: Any) -> tuple[bool, int | None]:
+    """Whether an operator is a product if it draws no random numbers; and the place, among its
+    arguments, of the probability that it draws some; None if it never does."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet not in FORMULAS or packet is torch.ops.fxpipe.computed:
+        return False, None
+    schema = schema_of(func)
+    names = [argument.name for argument in schema.arguments]
+    if schema.is_mutable:
+        return False, None
+    return True, names.index(_DROPOUT) if _DROPOUT in names else None
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -37,7 +37,16 @@ from fxpipe.schedule import (
     simulate,
     simulate_forwards,
 )
-from passes.common.modes import OFFLOAD, Modes, away, checkpointed, of_stages, offloaded, recomputed
+from passes.common.modes import (
+    OFFLOAD,
+    SELECTIVE,
+    Modes,
+    away,
+    checkpointed,
+    of_stages,
+    offloaded,
+    recomputed,
+)
 from passes.common.segments import Segments, counts
 from passes.common.skips import Hop, SkipLayout
 
@@ -53,7 +62,8 @@ def estimated_costs(
     A backward is split in two equal halves, for the gradients of the inputs and of the parameters,
     as for a matrix product. A checkpointed micro-batch runs its forward again. Of a stage that does
     so in several ``segments``, all but the last segment wait until the backward has come to them,
-    so that these count as part of the backward, as the average over the micro-batches. Of a stage
+    so that these count as part of the backward, as the average over the micro-batches. Where the
+    results of products are kept, the forward that is run again is one without them. Of a stage
     whose activations wait in the host's memory, a micro-batch moves its ``activation_bytes``.
     """
     found, modes = [], of_stages(checkpoint, len(costs))
@@ -61,11 +71,12 @@ def estimated_costs(
     for cost, mode, count in zip(costs, modes, parts, strict=True):
         again, is_moved = recomputed(mode, chunks), mode == OFFLOAD
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
-        last = forward / count  # the segment that is recomputed ahead of the whole backward
+        second = cost.again_s / chunks if mode == SELECTIVE else forward
+        last = second / count  # the segment that is recomputed ahead of the whole backward
         found.append(
             StageCost(
                 forward,
-                half + again * (forward - last),
+                half + again * (second - last),
                 half,
                 recompute=0.0 if is_moved else last,
                 checkpointed=checkpointed(mode, chunks),
@@ -189,6 +200,8 @@ class StageMemory:
             None: all of them, as the stage has one segment.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
             keep in place of the saved tensors.
+        products: the results of products for a whole mini-batch, which they keep as well if they
+            are recomputed with these.
         workspace: what the stage needs only while it runs; None if that is not known.
         kept_results: by later stages, how many bytes of what this stage sends to each of them are
             among its own activations, for a whole mini-batch.
@@ -203,6 +216,7 @@ class StageMemory:
     kept_results: Mapping[int, float] = field(default_factory=dict)
     joined: float = 0.0
     recomputed: float | None = None
+    products: float = 0.0
 
     @property
     def activations_at_once(self) -> float:
@@ -250,7 +264,7 @@ def stage_memory(
     for hop in layout.hops:
         inputs[hop.target] += 0 if hop.once else hop.bytes
     found = [
-        StageMemory(cost.fixed_bytes, cost.activation_bytes, received)
+        StageMemory(cost.fixed_bytes, cost.activation_bytes, received, products=cost.product_bytes)
         for cost, received in zip(costs, inputs, strict=True)
     ]
     if graph is None:
@@ -326,21 +340,28 @@ def step_memory(
     fixed = [0.0] * (1 + max(placement))
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed
-    hosts = offloaded(checkpoint, len(stages))
+    hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
         replace(stage, inputs=0.0, recomputed=None) if i in hosts else stage
         for i, stage in enumerate(stages)
     ]
+    # Results of products wait as inputs do. The second run uses them in place of its own, so that
+    # it adds so much less.
+    products = [
+        stage.products if mode == SELECTIVE else 0.0
+        for stage, mode in zip(stages, modes, strict=True)
+    ]
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
-        checkpointed=[away(mode, chunks) for mode in of_stages(checkpoint, len(stages))],
-        inputs=[stage.inputs / chunks for stage in stages],
+        checkpointed=[away(mode, chunks) for mode in modes],
+        inputs=[(stage.inputs + own) / chunks for stage, own in zip(stages, products, strict=True)],
         recomputed=[stage.activations_at_once / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,
         kept_inputs=[
-            0.0 if i in hosts else stage.kept_inputs / chunks for i, stage in enumerate(stages)
+            0.0 if i in hosts else (stage.kept_inputs + own) / chunks
+            for i, (stage, own) in enumerate(zip(stages, products, strict=True))
         ],
         offloaded=hosts,
         running=_running(stages, chunks, loss),

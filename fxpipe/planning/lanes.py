@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from torch import fx
@@ -242,7 +242,8 @@ class PlannedLanes:
     @property
     def _all_ways(self) -> list[tuple[Modes, Segments]]:
         has_host = any(spec.host_bytes_per_s for spec in self.specs)
-        return ways(self.checkpoint, self.checkpoint_segments, has_host)
+        is_eager = all(spec.is_eager for spec in self.specs)
+        return ways(self.checkpoint, self.checkpoint_segments, has_host, is_eager)
 
     @property
     def _recomputed(self) -> set[int]:
@@ -438,15 +439,19 @@ class PlannedLanes:
     ) -> list[StageCost]:
         """The seconds that a micro-batch takes at each stage, on the stage's own device."""
         devices = cut.devices
-        forward, backward = [0.0] * len(devices), [0.0] * len(devices)
+        found = [Cost()] * len(devices)
         for node, s in zip(cut.problem.work, cut.stage, strict=True):
             is_another = devices[s] != devices[0]
             times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
-            forward[s] += times * node.meta[COST].forward_s
-            backward[s] += times * node.meta[COST].backward_s
+            cost: Cost = node.meta[COST]
+            found[s] += Cost(
+                forward_s=times * cost.forward_s,
+                backward_s=times * cost.backward_s,
+                again_s=times * cost.again_s,
+            )
         costs = [
-            Cost(forward_s=f, backward_s=b, activation_bytes=round(own.activations))
-            for f, b, own in zip(forward, backward, kept, strict=True)
+            replace(cost, activation_bytes=round(own.activations))
+            for cost, own in zip(found, kept, strict=True)
         ]
         return estimated_costs(costs, self.chunks, modes, segments)
 

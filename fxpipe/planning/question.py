@@ -438,11 +438,28 @@ class PlanQuestion:
             else [],
             # Other numbers of chunks would have to be measured, which takes too long for advice.
             "chunks": [] if is_measured else more,
-            "checkpoint": list(milder(self.checkpoint)) if self._trains else [],
+            "checkpoint": self._other_modes if self._trains else [],
         }
         report_progress("what would fit")
         PLAN.info("other options are tried, to say with which the model would fit")
         return ways_out(self._tells, {k: v for k, v in settings.items() if v}, len(self.specs))
+
+    @property
+    def _other_modes(self) -> list[str]:
+        """The modes that may need less memory than the present ones."""
+        known = modes.choices(modes.AUTO, self._has_host, self._is_eager)
+        found = [mode for mode in milder(self.checkpoint) if mode in known]
+        is_auto = self.checkpoint == modes.AUTO
+        has_moved = is_auto or modes.OFFLOAD in modes.listed(self.checkpoint)
+        return [*found, *[modes.OFFLOAD] * (self._has_host and not has_moved)]
+
+    @property
+    def _has_host(self) -> bool:
+        return any(spec.host_bytes_per_s for spec in self.specs)
+
+    @property
+    def _is_eager(self) -> bool:
+        return all(spec.is_eager for spec in self.specs)
 
     def _tells(self, change: Change) -> bool:
         """Whether the model fits after a change; the log and the listener of the progress learn

@@ -33,6 +33,7 @@ from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, no_scalar
 from fxpipe.runtime.checkpointing.offload import Offload
 from fxpipe.runtime.checkpointing.rerun import Rerun
+from fxpipe.runtime.checkpointing.selective import keeping_products
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
 from fxpipe.runtime.microbatch import weighted_sum
@@ -211,8 +212,9 @@ def forward(
             that the gradients from those later stages come back through this stage's backward.
         single: whether the stage returns one result, and not a tuple of them.
         checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again
-            (:mod:`fxpipe.runtime.checkpointing.rerun`); or "offload": :func:`offload` moves them to
-            the host.
+            (:mod:`fxpipe.runtime.checkpointing.rerun`); "selective": it does so with the results of
+            products that the forward has kept; or "offload": :func:`offload` moves them to the
+            host.
     """
     tape = Tape(stage)
 
@@ -230,7 +232,9 @@ def forward(
         with tape.moves.saving():
             return tape.record(run, args), tape
 
-    rerun = Rerun(stage, run, args)
+    rerun = Rerun(
+        stage, run, args, keeping_products(once=True) if checkpoint == "selective" else None
+    )
     results = rerun.first(tape.record_ends)
     tape.results = [[] for _ in results]  # this frees the graph
     if any(map(_has_history, itertools.chain.from_iterable(map(leaves_in, results)))):

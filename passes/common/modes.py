@@ -5,12 +5,15 @@
 
     micro-batch     0        1        2        3
     never           keeps    keeps    keeps    keeps
+    selective       in part  in part  in part  in part
     except_last     again    again    again    keeps       whose backward follows at once
     always          again    again    again    again
     offload         moves    moves    moves    moves       unless its backward follows at once
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
-activations, and is run again for the backward. "moves": the activations wait in the host's memory.
+activations, and is run again for the backward. "in part": it keeps the results of products, which
+take most of its time, and the rest is run again. "moves": the activations wait in the host's
+memory.
 All stages have one mode, or each has its own. For "auto" the compiler chooses the mode of each
 stage when it cuts the model.
 """
@@ -21,9 +24,9 @@ from collections.abc import Sequence
 
 from fxpipe.schedule import Memory, Schedule, peaks
 
-MODES = ("never", "except_last", "always")
-"""The modes by what they recompute: nothing, nearly all, all."""
-OFFLOAD = "offload"
+SELECTIVE, OFFLOAD = "selective", "offload"
+MODES = ("never", SELECTIVE, "except_last", "always")
+"""The modes by what they recompute: nothing, what takes little time, nearly all, all."""
 MOVING = 2
 """How many micro-batches of a stage whose activations move to the host are on its device at one
 time: one that is computed, and one on its way."""
@@ -64,14 +67,22 @@ def of_stages(modes: Modes, stages: int) -> list[str]:
     return [modes] * stages if isinstance(modes, str) else list(modes)
 
 
-def choices(modes: Modes, has_host: bool = False) -> tuple[Modes, ...]:
+def choices(modes: Modes, has_host: bool = False, is_eager: bool = True) -> tuple[Modes, ...]:
     """The modes among which a stage may choose: those given, or for "auto" each there is. One that
-    computes nothing again comes ahead of those that do. ``has_host``: whether there is a memory of
-    the host beside that of the devices."""
+    computes nothing again comes ahead of those that do.
+
+    ``has_host``: whether there is a memory of the host beside that of the devices; ``is_eager``:
+    whether stages run operator by operator.
+    """
     if not (isinstance(modes, str) and modes == AUTO):
         return (modes,)
-    never, *others = MODES
-    return (never, OFFLOAD, *others) if has_host else MODES
+    never, selective, *others = MODES
+    return (never, *[OFFLOAD] * has_host, *[selective] * is_eager, *others)
+
+
+def listed(modes: Modes) -> Sequence[str]:
+    """The mode of all stages, or "auto", as a list of one; or the modes of the stages."""
+    return [modes] if isinstance(modes, str) else modes
 
 
 def plain(modes: Sequence[str]) -> Modes:
@@ -86,7 +97,7 @@ def in_words(modes: Modes) -> str:
 
 def is_never(modes: Modes) -> bool:
     """Whether all micro-batches keep their activations at all stages."""
-    return all(mode == "never" for mode in ([modes] if isinstance(modes, str) else modes))
+    return all(mode == "never" for mode in listed(modes))
 
 
 def is_recomputed(mode: str) -> bool:
@@ -103,17 +114,15 @@ def offloaded(modes: Modes, stages: int) -> frozenset[int]:
 def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
     """Whether micro-batch number ``microbatch``, of ``chunks``, keeps no activations, so that its
     forward is run again."""
-    return mode == "always" or (mode == "except_last" and microbatch < chunks - 1)
+    if mode == "except_last":
+        return microbatch < chunks - 1
+    return mode in ("always", SELECTIVE)
 
 
 def recomputed(mode: str, chunks: int) -> float:
-    """The part of a mini-batch's forward that a mode runs a second time, from 0.0 to 1.0."""
-    return {"never": 0.0, OFFLOAD: 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[mode]
-
-
-def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
-    """The part of a mini-batch's forward that each stage runs a second time."""
-    return [recomputed(mode, chunks) for mode in of_stages(modes, stages)]
+    """The part of a mini-batch's micro-batches whose forward a mode runs a second time, from 0.0 to
+    1.0; "selective" without its products."""
+    return 0.0 if mode == OFFLOAD else checkpointed(mode, chunks) / chunks
 
 
 def recomputing_less(mode: str) -> tuple[str, ...]:
@@ -122,12 +131,12 @@ def recomputing_less(mode: str) -> tuple[str, ...]:
 
 
 def milder(modes: Modes) -> tuple[str, ...]:
-    """The modes that, given for all stages, keep fewer activations than these modes do at some
-    stage, and more at none; so they need less memory. There are none for "auto", which
-    tries all of them, nor where activations wait in the host's memory."""
-    if modes == AUTO or OFFLOAD in ([modes] if isinstance(modes, str) else modes):
+    """The modes that, given for all stages, compute more again than these modes do at some stage,
+    and less at none; so they mostly need less memory. There are none for "auto", which tries all of
+    them, nor where activations wait in the host's memory."""
+    if modes == AUTO or OFFLOAD in listed(modes):
         return ()
-    given = [MODES.index(mode) for mode in ([modes] if isinstance(modes, str) else modes)]
+    given = [MODES.index(mode) for mode in listed(modes)]
     return tuple(
         mode
         for i, mode in enumerate(MODES)

@@ -61,7 +61,7 @@ def is_open(segments: Segments, checkpoint: Modes) -> bool:
 
 def _may_recompute(checkpoint: Modes) -> bool:
     """Whether some stage runs forwards again, or may come to do so."""
-    return any(map(is_recomputed, [checkpoint] if isinstance(checkpoint, str) else checkpoint))
+    return any(map(is_recomputed, modes.listed(checkpoint)))
 
 
 def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
@@ -92,17 +92,18 @@ def simplest(numbers: Sequence[int], checkpoint: Modes) -> int | tuple[int, ...]
 
 
 def ways(
-    checkpoint: Modes, segments: Segments, has_host: bool = False
+    checkpoint: Modes, segments: Segments, has_host: bool = False, is_eager: bool = True
 ) -> list[tuple[Modes, Segments]]:
     """The modes, each with numbers of segments, among which a stage may choose. They are in the
     order of what a stage recomputes, and then of how little of that is there at one time.
 
-    ``has_host``: whether there is a memory of the host beside that of the devices.
+    ``has_host``: whether there is a memory of the host beside that of the devices; ``is_eager``:
+    whether stages run operator by operator.
     """
     several = NUMBERS if is_open(segments, checkpoint) else (segments,)
     return [
         (mode, number)
-        for mode in choices(checkpoint, has_host)
+        for mode in choices(checkpoint, has_host, is_eager)
         for number in (several if _may_recompute(mode) else several[:1])
     ]
 

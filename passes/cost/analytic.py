@@ -105,6 +105,8 @@ class AnalyticCost:
                 optimizer_bytes=round(gradients * self.optimizer_states),
                 buffer_bytes=tensor_bytes(list(tensors.values())) - tensor_bytes(parameters),
                 accumulation_s=adding,
+                again_s=work.rest.seconds(self.device),
+                product_bytes=work.forward.products,
             )
         return gm
 
@@ -119,11 +121,12 @@ class Work:
     ``gradients`` how large their gradients are, and ``weights`` how large the largest gradient of a
     parameter is, times the number of micro-batches (:class:`fxpipe.ir.workspace.NodeWorkspace`).
     ``accumulation`` is the work of adding the gradients of parameters of one micro-batch to those
-    that are there.
+    that are there, and ``rest`` that of the forward without products.
     """
 
     forward: Load
     backward: Load
+    rest: Load
     saved_inputs: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
     saved_inside: tuple[int, ...] = ()
@@ -248,6 +251,7 @@ class _Runs:
         return Work(
             self._of_all(ahead.load, larger.load),
             self._of_all(back.load, larger_back.load),
+            self._of_all(ahead.rest, larger.rest),
             tuple(where_in[m] for m in ahead.kept if m in where_in),
             tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
             self._inside(ahead.inside, larger.inside),
@@ -296,14 +300,14 @@ class _Runs:
             kept[memory_of(tensor)] = memory_bytes(tensor)
             return tensor
 
-        load = Load()
+        load, rest = Load(), Load()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, Counting(load):
+        with hooks, Counting(load, rest):
             result = getattr(interpreter, node.op)(node.target, args, kwargs)
         parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
         for parameter in parameters:
             kept.pop(memory_of(parameter), None)
-        return _Forward(load, leaves, inputs, ends, tensors_of(result), parameters, kept)
+        return _Forward(load, rest, leaves, inputs, ends, tensors_of(result), parameters, kept)
 
     def _backward(self, node: fx.Node, ahead: _Forward) -> _FakeBackward:
         """Run the backward of a node on fake tensors."""
@@ -325,6 +329,7 @@ class _Forward:
     """The forward of a node on fake tensors, with all tensors that its backward needs."""
 
     load: Load
+    rest: Load  # of operators other than products
     leaves: list[Tensor]
     inputs: list[Tensor]
     ends: list[Any]  # for each input the autograd node that made it; of a leaf, its id

@@ -150,7 +150,9 @@ class GivenCost:
         _check_times(given)
         estimates = {node: node.meta[COST] for node in work.values()}
         for node, cost in estimates.items():
-            node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0, accumulation_s=0.0)
+            node.meta[COST] = replace(
+                cost, forward_s=0.0, backward_s=0.0, accumulation_s=0.0, again_s=0.0
+            )
         # A longer path overrides a shorter one: {"encoder": 2.0, "encoder.head": 0.5}.
         for name in sorted(given, key=len):
             cost, nodes = given[name], _named(name, work)
@@ -158,7 +160,7 @@ class GivenCost:
                 shares = _shares(nodes, estimates)
                 timed = {node: _timed(estimates[node], cost * shares[node]) for node in nodes}
             elif len(nodes) == 1:
-                timed = {nodes[0]: cost}
+                timed = {nodes[0]: _with_products(cost, estimates[nodes[0]])}
             else:
                 raise ProfileError(
                     f"costs gives a Cost for {name!r}, which is {len(nodes)} nodes: give seconds, "
@@ -172,7 +174,18 @@ class GivenCost:
 def _timed(estimate: Cost, seconds: float) -> Cost:
     forward = seconds / 3 if estimate.backward_s else seconds
     backward = seconds - forward
-    return replace(estimate, forward_s=forward, backward_s=backward, accumulation_s=0.0)
+    again = forward * estimate.part_again
+    return replace(
+        estimate, forward_s=forward, backward_s=backward, accumulation_s=0.0, again_s=again
+    )
+
+
+def _with_products(cost: Cost, estimate: Cost) -> Cost:
+    """A given cost. If it does not say what products are worth, the estimate says it."""
+    if cost.again_s or cost.product_bytes:
+        return cost
+    again = cost.forward_s * estimate.part_again
+    return replace(cost, again_s=again, product_bytes=estimate.product_bytes)
 
 
 def _of_forward(cost: Cost, estimate: Cost) -> Cost:

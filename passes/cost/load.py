@@ -11,18 +11,19 @@ import torch
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.flops import flops_of
+from fxpipe.ir.flops import flops_of, is_product
 from fxpipe.ir.precision import uses_tf32
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
-AMOUNTS = "flops", "bytes", "operators", "memory"
+AMOUNTS = "flops", "bytes", "operators", "memory", "products"
 """The parts of a load that are amounts."""
 
 
 @dataclass
 class Load:
-    """The FLOPs that operators compute, the bytes that they move, how many operators run, and the
-    most bytes of tensors that they have made and that are there at the same time."""
+    """The FLOPs that operators compute, the bytes that they move, how many operators run, the most
+    bytes of tensors that they have made and that are there at the same time, and the bytes of the
+    results of products."""
 
     flops: int = 0
     bytes: int = 0
@@ -30,6 +31,7 @@ class Load:
     is_half: bool = False  # whether some operator computes in 16 bits
     is_full: bool = False  # whether some product of float32 may not be computed in TF32
     memory: int = 0
+    products: int = 0
 
     def times(self, count: int) -> Load:
         """The load of ``count`` repetitions."""
@@ -118,11 +120,12 @@ class Living:
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the operators that run in it, their FLOPs, and the bytes that they read
-    and write. Views move no bytes, and are not counted."""
+    and write. Views move no bytes, and are not counted. ``rest`` counts operators other than
+    products."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, rest: Load | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.load = load
+        self.load, self.rest = load, rest or Load()
         self.memory = Living()
 
     def __exit__(self, *error: Any) -> None:
@@ -138,8 +141,16 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.load.is_full = not uses_tf32(func.overloadpacket in CONVOLUTIONS)
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
         if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
-            self.load.operators += 1
-            self.load.bytes += tensor_bytes((args, kwargs, result)) - _not_read(func, args)
-            self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))
+            size = tensor_bytes((args, kwargs, result)) - _not_read(func, args)
+            is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
+            is_kept = is_product(func, args, kwargs)
+            for load in (self.load,) if is_kept else (self.load, self.rest):
+                load.operators += 1
+                load.bytes += size
+                load.is_half |= is_half
+            self.load.products += tensor_bytes(result) * is_kept
             self.memory.note(result, (args, kwargs))
+        if flops and not is_product(func, args, kwargs):
+            self.rest.flops += flops
+            self.rest.is_full = self.load.is_full
         return result

@@ -27,6 +27,7 @@ from rich.progress import Progress
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
@@ -94,9 +95,11 @@ class MeasuredCost:
                 found.setdefault(keys[node], []).append(timed[node])
         for node in work:
             forward, backward, adding = map(statistics.median, zip(*found[keys[node]], strict=True))
+            estimate: Cost = node.meta[COST]
             node.meta[COST] = replace(
-                node.meta[COST],
+                estimate,
                 forward_s=forward * count,
+                again_s=forward * count * estimate.part_again,
                 backward_s=backward * count + adding * (count - 1),
                 accumulation_s=adding,
             )

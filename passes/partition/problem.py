@@ -37,7 +37,7 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import AUTO, OFFLOAD, Modes, alive, of_stages, recomputed_by
+from passes.common.modes import AUTO, OFFLOAD, SELECTIVE, Modes, alive, of_stages, recomputed
 from passes.common.segments import Segments, counts, ways
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
@@ -98,24 +98,28 @@ def problem(
     position = {node: i for i, node in enumerate(work)}
     costs: list[Cost] = [node.meta[COST] for node in work]
     weights = np.array([[OBJECTIVES[objective](cost) for cost in costs]], dtype=np.float64)
-    forward = np.array([[cost.forward_s for cost in costs]]) * (objective == "time")
+    is_time = objective == "time"
+    forward = np.array([[cost.forward_s for cost in costs]]) * is_time
+    again = np.array([[cost.again_s for cost in costs]]) * is_time
     if objective == "time" and devices is not None and len(set(devices)) > 1:
         relative = np.array(
             [[relative_time(node, device, devices[0]) for node in work] for device in devices]
         )
-        weights, forward = weights * relative, forward * relative
+        weights, forward, again = weights * relative, forward * relative, again * relative
     saved, kept = _saved(work, costs)
     reads = ((position[a], position[b]) for a, b in reads_before_writes(work))
     sums = ((position[a], position[b]) for a, b in order_of_sums(graph))
     whole = Dag(
         seconds=weights,
         forward=forward,
+        again=again,
         values=tuple(_values(graph, position)),
         order=tuple(pairwise(range(len(work))))
         if in_order
         else tuple(dict.fromkeys((*reads, *sums))),
         fixed=np.array([cost.fixed_bytes for cost in costs], dtype=np.float64),
         saved=saved,
+        products=np.array([cost.product_bytes for cost in costs], dtype=np.float64),
         kept=kept,
     )
     joined = [
@@ -147,7 +151,8 @@ def machine(
             others that are under way it keeps the inputs that it receives. For "auto" the ways of
             the machine are all modes, with all ``segments``, as
             :func:`passes.common.segments.ways` lists them; "offload" is one of them if the devices
-            have a link to the memory of a host.
+            have a link to the memory of a host, and "selective" if stages run there operator by
+            operator.
         order: the order of a training step, which decides how many micro-batches are under way at
             once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
@@ -155,9 +160,10 @@ def machine(
         segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
     """
     k = devices if isinstance(devices, int) else len(devices)
-    hosts = [] if isinstance(devices, int) else [device.host_bytes_per_s for device in devices]
+    specs = () if isinstance(devices, int) else devices
+    hosts, is_eager = [spec.host_bytes_per_s for spec in specs], all(s.is_eager for s in specs)
     found = []
-    for modes, numbers in ways(checkpoint, segments, any(hosts)):
+    for modes, numbers in ways(checkpoint, segments, any(hosts), is_eager):
         parts = counts(numbers, modes, k)
         own = of_stages(modes, k)
         if checkpoint == AUTO:  # where there is no memory of the host, nothing moves
@@ -166,7 +172,11 @@ def machine(
             ]
         held, received = (np.asarray(n) / chunks for n in alive(own, chunks, k, order, parts))
         moved = np.array([float(mode == OFFLOAD) for mode in own])
-        found.append(Way(held, received, np.array(recomputed_by(own, chunks, k)), moved))
+        is_selective = np.array([float(mode == SELECTIVE) for mode in own])
+        again = np.array([recomputed(mode, chunks) for mode in own]) - is_selective
+        _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
+        products = is_selective * np.asarray(under_way) / chunks
+        found.append(Way(held, received, again, moved, is_selective, products))
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found))
     where = np.arange(k) if placement is None else np.asarray(placement)

@@ -20,6 +20,9 @@ come back at the place of ``recompute``. The last micro-batch stays, as its back
 
     ── offloaded ── wait ── recompute ── copy
            `..... handle ......'
+
+A stage that keeps the results of its products is run again with these: ``selective`` stands in the
+place of ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import DEVICE, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
-from passes.common.modes import OFFLOAD, Modes, is_checkpointed, modes_of, of_stages
+from passes.common.modes import OFFLOAD, SELECTIVE, Modes, is_checkpointed, modes_of, of_stages
 from passes.common.segments import Segments, counts, segments_of
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
@@ -46,7 +49,8 @@ class Checkpoint:
     Args:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
             last micro-batch, whose backward follows its forward at once ("except_last"). "offload":
-            all but these have their activations on the host. Or one of these for each stage.
+            all but these have their activations on the host. "selective": all, with the results of
+            their products. Or one of these for each stage.
         segments: the number of segments that a checkpointed stage is cut into, each checkpointed by
             itself; or the number of each stage.
 
@@ -71,7 +75,7 @@ class Checkpoint:
             mode = modes[cell[1]]
             is_offloaded = mode == OFFLOAD and cell[0] < chunks - 1
             if is_offloaded or is_checkpointed(mode, cell[0], chunks):
-                self._checkpoint(gm, cell, nodes, segments[cell[1]], is_offloaded)
+                self._checkpoint(gm, cell, nodes, segments[cell[1]], mode)
         return sweep(gm)
 
     def _checkpoint(
@@ -80,18 +84,21 @@ class Checkpoint:
         cell: Cell,
         nodes: list[fx.Node],
         segments: int,
-        is_offloaded: bool,
+        mode: str,
     ) -> None:
         (call,) = (node for node in nodes if node.op == "call_module")
         writer = Writer(cell, after=call)
         if segments == 1:
-            run = _offload if is_offloaded else _run
-            output, handle = run(writer, str(call.target), call.args, like=call)
+            path = str(call.target)
+            if mode == OFFLOAD:
+                output, handle = _offload(writer, path, call.args, like=call)
+            else:
+                output, handle = _run(writer, path, call.args, call, mode)
             call.replace_all_uses_with(output)
             gone = [call]
         else:
             results = items(call)
-            handle = _run_segments(writer, gm, call, segments)
+            handle = _run_segments(writer, gm, call, segments, mode)
             gone = [*results, call]
         nodes = sorted(node for node in (*writer.added, *nodes) if node not in gone)
         for node in gone:
@@ -102,13 +109,14 @@ class Checkpoint:
 
 
 def _run(
-    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
+    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node, mode: str
 ) -> tuple[fx.Node, fx.Node]:
     """Add a checkpointed call of the module at the path ``target``.
 
     Returns the node of its output, and that of the handle by which the call is run again.
     """
-    pair = writer.call(ops.checkpoint, (writer.attribute(target), *args), "checkpoint")
+    run = ops.selective if mode == SELECTIVE else ops.checkpoint
+    pair = writer.call(run, (writer.attribute(target), *args), run.__name__)
     output = writer.item(pair, 0, like=like)
     return output, writer.call(operator.getitem, (pair, 1), "handle")
 
@@ -126,7 +134,9 @@ def _offload(
     return output, writer.call(operator.getitem, (pair, 1), "handle")
 
 
-def _run_segments(writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int) -> fx.Node:
+def _run_segments(
+    writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int, mode: str
+) -> fx.Node:
     """Add checkpointed calls of a stage's segments, whose results take the place of the stage's.
 
     Returns the handle of the last segment.
@@ -140,7 +150,7 @@ def _run_segments(writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int)
     for node in graph.nodes:
         if node.op == "call_module":
             args = fx.map_arg(node.args, values.__getitem__)
-            values[node], handle = _run(writer, f"{path}.{node.target}", args, like=node)
+            values[node], handle = _run(writer, f"{path}.{node.target}", args, node, mode)
         elif node.op == "call_function":  # takes one of a segment's results
             values[node] = writer.item(values[node.args[0]], node.args[1], like=node)
     results = graph.output_node().args[0]

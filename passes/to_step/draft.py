@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxpipe.ir.graph import ACTION, FIRST, TURN
 from fxpipe.schedule import Action, Kind
 from fxpipe.schedule.recomputation import recomputed_cells
-from passes.common.modes import OFFLOAD, Modes, is_checkpointed, of_stages
+from passes.common.modes import OFFLOAD, SELECTIVE, Modes, is_checkpointed, of_stages
 from passes.to_step.caller import Caller
 from passes.to_step.flows import Flows
 from passes.to_step.nodes import Nodes
@@ -120,6 +120,10 @@ class Draft:
     def is_checkpointed(self, at: Action) -> bool:
         """Whether the forward of an action's stage and micro-batch keeps no activations."""
         return is_checkpointed(self._modes[at.stage], at.microbatch, self.schedule.microbatches)
+
+    def is_selective(self, at: Action) -> bool:
+        """Whether it keeps the results of products for the second run."""
+        return self._modes[at.stage] == SELECTIVE
 
     def is_offloaded(self, at: Action) -> bool:
         """Whether the activations of an action's stage and micro-batch go to the host: those that

@@ -15,7 +15,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import SHAPES
 from fxpipe.runtime.streams import COMPUTE
 from fxpipe.schedule import Action
-from passes.common.modes import OFFLOAD
+from passes.common.modes import OFFLOAD, SELECTIVE
 from passes.common.shapes import shapes_of
 from passes.to_step.draft import Draft
 from passes.to_step.flows import StageCall
@@ -60,7 +60,9 @@ def write_offload(draft: Draft, at: Action) -> None:
 
 
 def _checkpoint(draft: Draft, at: Action) -> bool | str:
-    return OFFLOAD if draft.is_offloaded(at) else draft.is_checkpointed(at)
+    if draft.is_offloaded(at):
+        return OFFLOAD
+    return SELECTIVE if draft.is_selective(at) else draft.is_checkpointed(at)
 
 
 def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:

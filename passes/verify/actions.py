@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
-from passes.common.modes import OFFLOAD
+from passes.common.modes import OFFLOAD, SELECTIVE
 from passes.to_step.forward import DEFERRED
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
@@ -147,7 +147,7 @@ def _taken(visit: Visit, node: fx.Node) -> Recording:
 @rule(ops.replay)
 def _replay(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
-    if recording.checkpoint is not True:
+    if recording.checkpoint not in (True, SELECTIVE):
         raise VerifyError("it replays a forward that has kept its activations", node)
     _note_replay(visit, recording, node)
     assert recording.stage is not None

@@ -38,7 +38,7 @@ from passes.to_pipeline.cells import Cell
 from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
-AGAIN = (ops.checkpoint, ops.offloaded)
+AGAIN = (ops.checkpoint, ops.selective, ops.offloaded)
 """The calls of a stage whose activations have to be made, or brought, for the backward."""
 GATES = (ops.wait, ops.fork, ops.join, ops.recompute)
 ORDER: dict[object, int] = {ops.wait: 0, ops.recompute: 1, ops.fork: 2}

@@ -60,7 +60,7 @@ def _of_lane(visit: Visit, node: fx.Node) -> Any:
     return values
 
 
-@rule(ops.checkpoint)
+@rule(ops.checkpoint, ops.selective)
 def _checkpoint(visit: Visit, node: fx.Node) -> Any:
     module, *args = node.args
     assert isinstance(module, fx.Node)

@@ -31,8 +31,8 @@ class Recording:
         giver: names the stage among the givers of values.
         given: what is known of the arguments; for a loss, of the output.
         results: what is known of the results; empty for a loss.
-        checkpoint: whether the backward needs a replay; "offload" if the activations move to the
-            host and back.
+        checkpoint: whether the backward needs a replay; "selective" if that is given the results of
+            products; "offload" if the activations move to the host and back.
     """
 
     node: fx.Node

@@ -254,7 +254,7 @@ def _needed(at: Spot, place: Spot) -> str:
 def _calls_of_stages(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
     """Give the nodes that run stages, and the paths of these."""
     found = [(node, str(node.target)) for node in graph.find_nodes(op="call_module")]
-    for function in (ops.checkpoint, ops.offloaded, ops.forward):
+    for function in (ops.checkpoint, ops.selective, ops.offloaded, ops.forward):
         for node in graph.find_nodes(op="call_function", target=function):
             module = node.args[0]
             assert isinstance(module, fx.Node)

@@ -73,7 +73,7 @@ def however_small(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.checkpointing.offload.SMALL", 1)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "offload"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "selective", "offload"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("however_small")
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint):
@@ -141,6 +141,8 @@ def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
         ("1f1b", "always", 2),
         ("zb_h1", "always", 2),
         ("zbv", "always", 1),
+        ("1f1b", "selective", 2),
+        ("zb_h1", "selective", 1),
         ("gpipe", "offload", 1),
         ("1f1b", "offload", 1),
         ("zb_h1", "offload", 1),

@@ -76,8 +76,10 @@ SETTINGS = (
     Setting(False, "gpipe", "never"),
     Setting(False, "gpipe", "always"),
     Setting(False, "gpipe", "offload"),
+    Setting(False, "gpipe", "selective"),
     Setting(True, "1f1b", "always"),
     Setting(True, "gpipe", "offload"),
+    Setting(True, "1f1b", "selective"),
     Setting(True, "zb_h1", "never", is_weighted=True),
 )
 

@@ -310,7 +310,8 @@ def _draw_cell(
     dot: graphviz.Digraph, grid: _PipelineGrid, cell: Cell, nodes: Sequence[fx.Node]
 ) -> None:
     targets = [node.target for node in nodes]
-    marks = [op.__name__ for op in (ops.checkpoint, ops.offloaded, ops.recompute) if op in targets]
+    known = ops.checkpoint, ops.selective, ops.offloaded, ops.recompute
+    marks = [op.__name__ for op in known if op in targets]
     dot.node(
         _cell(cell),
         label(f"mb {cell[0]}", *marks),

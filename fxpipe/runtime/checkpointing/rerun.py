@@ -17,6 +17,7 @@ freed before the stage's results are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from torch.autograd.graph import increment_version
 
 from fxpipe.ir._torch import pytree
 from fxpipe.runtime.checkpointing.module_effects import ModuleEffects
+from fxpipe.runtime.checkpointing.options import Contexts
 from fxpipe.runtime.checkpointing.recomputation import (
     CheckpointError,
     check_version,
@@ -52,12 +54,19 @@ class Rerun:
         stage: the stage; the modules within it never become others.
         function: calls the stage, and returns a tuple of results.
         args: the function's arguments, which are kept until the second call.
+        contexts: the contexts of the two calls.
 
     The settings of the thread, such as autocast, are the same in both calls, since both are made in
     one run of a lane. Random numbers depend on seeds, which are among the arguments.
     """
 
-    def __init__(self, stage: nn.Module, function: Function, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        stage: nn.Module,
+        function: Function,
+        args: tuple[Any, ...],
+        contexts: Contexts | None = None,
+    ) -> None:
         within = _within.get(stage)
         if within is None:
             within = _within[stage] = [each for each in stage.modules() if each is not stage]
@@ -66,10 +75,11 @@ class Rerun:
         self._parameters = self._written = _versions(())
         self._context = copy_context()
         self._effects = ModuleEffects(self._modules)
+        self._contexts = contexts or (nullcontext(), nullcontext())
 
     def first(self, record: Record) -> tuple[Any, ...]:
         """Make the first call, and return its results."""
-        with self._effects.watched():
+        with self._effects.watched(), self._contexts[0]:
             results, ends = record(self._function, self._args)
         self._written = _versions(self._effects.written_parameters)
         written = {id(each) for each, _ in self._written}
@@ -95,7 +105,7 @@ class Rerun:
             for tensor, version in versions:
                 check_version(tensor, version, what)
         others = [each for each, version in self._written if version_in(each) != version]
-        with self._effects.as_before():
+        with self._effects.as_before(), self._contexts[1]:
             results, ends = self._context.run(record, self._function, self._args)
         for parameter in others:
             # It has other values again than this call has seen: if the graph has saved it, autograd

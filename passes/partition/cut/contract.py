@@ -80,10 +80,12 @@ def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
     small = Dag(
         seconds=np.stack([summed(row) for row in dag.seconds]),
         forward=np.stack([summed(row) for row in dag.forward]),
+        again=np.stack([summed(row) for row in dag.again]),
         values=tuple(merged.values()),
         order=tuple(order),
         fixed=summed(dag.fixed),
         saved=saved,
+        products=summed(dag.products),
         kept=tuple(Kept(*item) for item in several.items()),
         units=tuple(Unit(*item) for item in units.items()),
     )

@@ -72,8 +72,11 @@ class Dag:
         order: pairs ``(u, v)``: v must not be in an earlier stage than u, which gives it no value.
         forward: ``[rows, n]``: the part of ``seconds`` that the forward takes, which a stage that
             keeps less runs a second time; all zero if it is empty.
+        again: ``[rows, n]``: the part of ``forward`` that a stage runs a second time if it keeps
+            the results of products; all zero if it is empty.
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
         saved: ``[n]``: bytes that a node keeps for the backward of one mini-batch.
+        products: ``[n]``: bytes of the results of a node's products, for one mini-batch.
         kept: memory that several nodes keep together, which is not in ``saved``.
         units: nodes that are rather not divided among stages.
     """
@@ -82,17 +85,20 @@ class Dag:
     values: tuple[Value, ...] = ()
     order: tuple[tuple[int, int], ...] = ()
     forward: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    again: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     fixed: Floats = field(default_factory=lambda: np.zeros(0))
     saved: Floats = field(default_factory=lambda: np.zeros(0))
+    products: Floats = field(default_factory=lambda: np.zeros(0))
     kept: tuple[Kept, ...] = ()
     units: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in "fixed", "saved":
+        for name in "fixed", "saved", "products":
             if not len(getattr(self, name)):
                 object.__setattr__(self, name, np.zeros(self.size))
-        if not self.forward.size:
-            object.__setattr__(self, "forward", np.zeros_like(self.seconds))
+        for name in "forward", "again":
+            if not getattr(self, name).size:
+                object.__setattr__(self, name, np.zeros_like(self.seconds))
         for u, v in self.edges:
             if not u < v:
                 raise ValueError(f"edge {u} -> {v}: number the nodes in a topological order")
@@ -142,20 +148,20 @@ class Way:
             of a checkpoint.
         again: the fraction of its forward that a stage runs a second time.
         moved: the fraction of its saved bytes that a stage moves to the host's memory, and back.
+        selective: the fraction of its forward that a stage runs a second time without products.
+        products: the fraction of the results of products that it keeps for that.
     """
 
     held: Floats | float = 1.0
     received: Floats | float = 0.0
     again: Floats | float = 0.0
     moved: Floats | float = 0.0
+    selective: Floats | float = 0.0
+    products: Floats | float = 0.0
 
-    def of(self, stages: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """The four numbers for each of the stages."""
-        held, received, again, moved = (
-            np.broadcast_to(np.asarray(given, dtype=np.float64), (stages,))
-            for given in (self.held, self.received, self.again, self.moved)
-        )
-        return held, received, again, moved
+    def of(self, name: str, stages: int) -> Floats:
+        """One of the numbers for each of the stages."""
+        return np.broadcast_to(np.asarray(getattr(self, name), dtype=np.float64), (stages,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,34 +204,50 @@ class Machine:
                 raise ValueError(f"{name} has shape {value.shape}: {k} stages need {default.shape}")
             object.__setattr__(self, name, value)
 
+    def _of_ways(self, name: str) -> Floats:
+        return np.stack([way.of(name, self.stages) for way in self.ways])
+
     @cached_property
     def held(self) -> Floats:
         """``[ways, k]``, see :class:`Way`."""
-        return np.stack([way.of(self.stages)[0] for way in self.ways])
+        return self._of_ways("held")
 
     @cached_property
     def received(self) -> Floats:
         """``[ways, k]``, see :class:`Way`."""
-        return np.stack([way.of(self.stages)[1] for way in self.ways])
+        return self._of_ways("received")
 
     @cached_property
     def again(self) -> Floats:
         """``[ways, k]``, see :class:`Way`."""
-        return np.stack([way.of(self.stages)[2] for way in self.ways])
+        return self._of_ways("again")
+
+    @cached_property
+    def selective(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return self._of_ways("selective")
+
+    @cached_property
+    def products(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return self._of_ways("products")
 
     @cached_property
     def by_host(self) -> Floats:
         """``[ways, k]``: the seconds for which a byte that is saved occupies the link to the host's
         memory."""
-        moved: Floats = np.stack([way.of(self.stages)[3] for way in self.ways])
-        by_host: Floats = moved * np.asarray(self.host, dtype=np.float64)
+        by_host: Floats = self._of_ways("moved") * np.asarray(self.host, dtype=np.float64)
         return by_host
 
     def fastest(self, dag: Dag) -> Floats:
         """``[k, n]``: the seconds of each node at each stage, if the stage goes the way that takes
         least time, whatever memory it needs."""
         rows = [s % len(dag.seconds) for s in range(self.stages)]
-        least: Floats = dag.seconds[rows] + self.again.min(axis=0)[:, None] * dag.forward[rows]
+        more = [
+            again[:, None] * dag.forward[rows] + selective[:, None] * dag.again[rows]
+            for again, selective in zip(self.again, self.selective, strict=True)
+        ]
+        least: Floats = dag.seconds[rows] + np.min(more, axis=0)
         return least
 
     def hop(self, source: int, target: int, volume: float, count: int) -> float:
@@ -276,12 +298,15 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     """
     k = machine.stages
     label = np.asarray(stage)
-    once, forward, fixed, saved = np.zeros(k), np.zeros(k), np.zeros(k), np.zeros(k)
+    once, forward, again = np.zeros(k), np.zeros(k), np.zeros(k)
+    fixed, saved, products = np.zeros(k), np.zeros(k), np.zeros(k)
     for s in range(k):
         inside = label == s
         once[s] = dag.seconds[s % len(dag.seconds)][inside].sum()
         forward[s] = dag.forward[s % len(dag.forward)][inside].sum()
+        again[s] = dag.again[s % len(dag.again)][inside].sum()
         fixed[s], saved[s] = dag.fixed[inside].sum(), dag.saved[inside].sum()
+        products[s] = dag.products[inside].sum()
     link, taken_in = np.zeros(k), np.zeros(k)
     sent = 0.0
     labels: list[int] = label.tolist()
@@ -302,9 +327,11 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
                 fixed[target] += machine.apart[visited[0], target] * value.volume
             else:
                 taken_in[target] += value.size
-    needed = fixed + machine.held * saved + machine.received * taken_in  # [ways, k]
+    waiting = machine.received * taken_in + machine.products * products
+    needed = fixed + machine.held * saved + waiting  # [ways, k]
     # What moves to the host does so beside computation.
-    takes = np.maximum(once + machine.again * forward, machine.by_host * saved)
+    computed = once + machine.again * forward + machine.selective * again
+    takes = np.maximum(computed, machine.by_host * saved)
     has_room = needed <= machine.memory * ROOM
     fastest, smallest = np.where(has_room, takes, np.inf).argmin(axis=0), needed.argmin(axis=0)
     way = np.where(has_room.any(axis=0), fastest, smallest)

@@ -75,7 +75,11 @@ class Search:
         self.fastest = self.machine.fastest(self.dag)  # [stage, node]
         self.weights = self.bits @ self.fastest.T  # [downset, stage]
         self.forward = self.bits @ self.dag.forward.T  # [downset, row]
+        self.again = self.bits @ self.dag.again.T
+        rows = [s % len(self.dag.seconds) for s in range(self.machine.stages)]
+        self.least = self.bits @ (self.fastest - self.dag.seconds[rows]).T  # of what is run again
         self.fixed, self.saved = self.bits @ self.dag.fixed, self.bits @ self.dag.saved
+        self.products = self.bits @ self.dag.products
         self.count = self.family.sum(axis=1)
         self.small_bits = self.bits.astype(np.float32)
         self._columns()
@@ -263,21 +267,32 @@ class Search:
         if np.isinf(m.memory[stage]):
             return np.zeros_like(found)
         fixed, saved, taken_in = self._bytes(stage, first, then)
-        row = self.forward[:, stage % len(self.dag.forward)]
-        forward = row[then][None, :] - row[first][:, None]
-        more, by_host = m.again[:, stage] - m.again[:, stage].min(), m.by_host[:, stage]
-        # A way over the host may take longer than a way that comes behind it.
-        for way in np.lexsort((by_host > 0, more)):
+        forward = self._of_row(self.forward, stage, first, then)
+        again = self._of_row(self.again, stage, first, then)
+        least = self._of_row(self.least, stage, first, then)
+        by_host = m.by_host[:, stage]
+        # Ways that compute little again come first: where one of them fits, most others need not be
+        # looked at.
+        for way in np.lexsort((m.selective[:, stage], m.again[:, stage])):
             need = fixed + m.held[way, stage] * saved + m.received[way, stage] * taken_in
+            if m.products[way, stage]:
+                made = self.products[then][None, :] - self.products[first][:, None]
+                need = need + m.products[way, stage] * made
             fits = need <= m.memory[stage] * ROOM
-            takes = more[way] * forward
+            takes = m.again[way, stage] * forward + m.selective[way, stage] * again - least
             if by_host[way]:
                 weights = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
                 takes = np.maximum(takes, by_host[way] * saved - weights)
             found = np.where(fits, np.minimum(found, takes), found)
-            if not by_host.any() and not (can & np.isinf(found)).any():
-                break
+            if not (can & (found > 0)).any():
+                break  # no way takes less time
         return found
+
+    def _of_row(self, sums: Floats, stage: int, first: Ints, then: Ints) -> Floats:
+        """The seconds of a stage between two downsets, from sums over the nodes of downsets."""
+        row = sums[:, stage % sums.shape[1]]
+        between: Floats = row[then][None, :] - row[first][:, None]
+        return between
 
     def _bytes(self, stage: int, first: Ints, then: Ints) -> tuple[Floats, Floats, Floats | float]:
         """What a stage between two downsets occupies whatever the schedule, what it saves for the

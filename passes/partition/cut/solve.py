@@ -286,6 +286,7 @@ def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -
         dag,
         seconds=np.where(is_pendant, 0.0, dag.seconds),
         forward=np.where(is_pendant, 0.0, dag.forward),
+        again=np.where(is_pendant, 0.0, dag.again),
     )
     small, home = contracted(bare, cluster)
     if small.size < task.machine.stages:

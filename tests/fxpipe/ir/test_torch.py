@@ -99,6 +99,22 @@ def test_kernels_in_python_run_where_those_in_c_need_values():
         assert torch.ones(2).add(1).tolist() == [2, 2]
 
 
+def test_an_alias_that_is_made_below_autograd_counts_writes_with_the_tensor():
+    class Aliases(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.made = result.detach(), _torch.alias_below_autograd(result)
+            return result
+
+    with Aliases() as mode:
+        written = torch.zeros(2) + torch.zeros(2, requires_grad=True)
+    written.add_(1)
+    apart, alias = mode.made
+    assert [each.tolist() for each in mode.made] == [[1, 1]] * 2
+    assert not alias.requires_grad and _torch.version_of(alias) == 1
+    assert _torch.version_of(apart) == 0, "detach() is enough: alias_below_autograd can go"
+
+
 def test_the_version_of_a_tensor_counts_writes_also_those_through_views():
     tensor = torch.zeros(2)
     before = _torch.version_of(tensor)

@@ -35,7 +35,7 @@ def test_devices_that_make_no_sense_are_refused(devices, message):
             TypeError,
             "plan takes a model, an nn.Module, and is given a builtin",
         ),
-        ({"checkpoint": "now"}, ValueError, "checkpoint is 'now': give 'never', 'except_last'"),
+        ({"checkpoint": "now"}, ValueError, "checkpoint is 'now': give 'never', 'selective'"),
         ({"optimizer_states": -1}, ValueError, "optimizer_states is -1: give a number, 0 or more"),
         ({"optimizer_states": "adam"}, ValueError, "optimizer_states is 'adam': give a number"),
         ({"costs": {1: 1.0}}, ValueError, "costs names 1: give names of nodes or modules, as str"),

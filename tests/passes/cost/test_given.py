@@ -57,8 +57,15 @@ def share(model):
 
 
 def test_a_whole_cost_may_be_given():
-    cost = Cost(forward_s=1.0, param_bytes=7)
+    cost = Cost(forward_s=1.0, param_bytes=7, again_s=0.5, product_bytes=8)
     assert costs(GivenCost({"b": cost})(traced()))["b"] == cost
+
+
+def test_what_a_given_cost_does_not_say_of_products_is_estimated():
+    estimate = costs(AnalyticCost()(traced()))["b"]
+    found = costs(GivenCost({"b": Cost(forward_s=2.0)})(traced()))["b"]
+    assert found.product_bytes == estimate.product_bytes
+    assert found.again_s == pytest.approx(2.0 * estimate.again_s / estimate.forward_s)
 
 
 def test_a_profile_is_what_it_was_when_it_has_been_saved_and_loaded(tmp_path):

@@ -349,8 +349,28 @@ def test_entries_for_inputs_and_outputs_must_be_as_many_as_these():
 
 
 def test_an_unknown_checkpoint_mode_is_refused():
-    with pytest.raises(ValueError, match="'never', 'except_last', 'always', 'offload', a list"):
+    with pytest.raises(
+        ValueError, match="'never', 'selective', 'except_last', 'always', 'offload', a"
+    ):
         Checkpoint("sometimes")
+
+
+def test_a_stage_that_keeps_results_of_products_runs_again_where_any_checkpointed_one_does():
+    assert_expected_inline(
+        of_cell("checkpoint", Chain(2), ["b"], (0, 0), chunks=1, checkpoint="selective"),
+        """\
+copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')
+wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')
+x_s0_mb0 = wait_s0_mb0[0]
+stage_0_mb0_module = self.stage_0
+selective_s0_mb0 = selective(stage_0_mb0_module, x_s0_mb0)
+a_s0_mb0_1 = selective_s0_mb0[0]
+handle_s0_mb0 = selective_s0_mb0[1]
+wait_s0_mb0_1 = wait((a_s0_mb0_1,), 'cpu/compute', 'cpu/copy')
+recompute_s0_mb0 = recompute(wait_s0_mb0_1, handle_s0_mb0)
+a_s0_mb0 = recompute_s0_mb0[0]
+""",
+    )
 
 
 def test_activations_on_the_host_come_back_where_a_stage_would_run_again_but_for_the_last():

@@ -8,6 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from fxpipe import ops
 from fxpipe.ir.graph import ACTION, STAGE
 from fxpipe.ir.printing import format_graph
 from fxpipe.schedule import Schedule, named
@@ -230,6 +231,15 @@ def test_a_recomputation_that_there_cannot_be_is_refused(checkpoint, segments, m
     given = Schedule.from_text("0F0 0F1 0R1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
     with pytest.raises(StepError, match=message):
         step(Chain(2), ["b"], given, checkpoint=checkpoint, checkpoint_segments=segments)
+
+
+def test_a_forward_is_told_that_its_replay_takes_the_results_of_products():
+    graph = step(
+        Chain(2), ["b"], named("gpipe", lanes=2, microbatches=1), 1, checkpoint="selective"
+    )
+    (first, _) = graph.graph.find_nodes(op="call_function", target=ops.forward)
+    assert first.args[4] == "selective"
+    assert graph.graph.find_nodes(op="call_function", target=ops.replay)
 
 
 def test_activations_leave_behind_the_results_and_come_back_an_action_ahead_of_the_backward():

@@ -49,7 +49,7 @@ CARRIED = (
 )
 MUTATED = (
     *(*GATES, *ACTIONS, *CARRIED, ops.fork, ops.checkpoint, ops.gathered, ops.gather),
-    *(ops.offloaded, ops.offload, ops.reload),
+    *(ops.offloaded, ops.offload, ops.reload, ops.selective),
     *(ops.forward, ops.loss, ops.loss_backward, ops.backward, ops.backward_input, ops.average),
 )
 TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
@@ -280,7 +280,7 @@ def graphs(quick: bool, source: Any = small) -> Iterator[tuple[str, fx.GraphModu
     """The graphs that are changed, with their names."""
     schedules = ["1f1b"] if quick else ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
     schedules += ["zb_h1"] if quick else ["zb_h1", "zbv", "dualpipe_v"]
-    modes = [("never", 1), ("except_last", 1), ("always", 2), ("offload", 1)]
+    modes = [("never", 1), ("except_last", 1), ("always", 2), ("selective", 1), ("offload", 1)]
     for model in source.MODELS:
         for mode, segments in modes:
             yield f"{model}, {mode} {segments}", source.pipeline_graph(model, mode, segments)

@@ -23,6 +23,8 @@ GRAPHS = {
     "a pipeline with two of all": lambda: pipeline_graph("several", "except_last"),
     "a step with two of all": lambda: step_graph("several"),
     "a step with a tied weight": lambda: step_graph("tied", "1f1b", "always"),
+    "a pipeline with results of products": lambda: pipeline_graph("U-Net", "selective"),
+    "a step with results of products": lambda: step_graph("U-Net", "1f1b", "selective"),
     "a pipeline with activations on the host": lambda: pipeline_graph("U-Net", "offload"),
     "a step with activations on the host": lambda: step_graph("U-Net", "gpipe", "offload"),
     "a step in halves with skips": lambda: step_graph("U-Net", "zb_h1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -51,15 +51,19 @@ def random_dag(rng: random.Random, n: int, *, edges: float = 1.5, rows: int = 1)
         )
         for _ in range(rng.choice([0, 0, 1, 3]))
     ]
+    part = np.array([rng.choice([0.0, 0.3, 0.5]) for _ in range(n)])
+    forward = base * np.array(speeds) * part
     return Dag(
         kept=tuple(kept),
         units=tuple(units),
         seconds=base * np.array(speeds),
-        forward=base * np.array(speeds) * np.array([rng.choice([0.0, 0.3, 0.5]) for _ in range(n)]),
+        forward=forward,
+        again=forward * np.array([rng.choice([0.0, 0.2, 1.0]) for _ in range(n)]),
         values=tuple(values),
         order=tuple(order),
         fixed=np.array([float(rng.randrange(5)) for _ in range(n)]),
         saved=np.array([float(rng.randrange(5)) for _ in range(n)]),
+        products=np.array([float(rng.randrange(3)) for _ in range(n)]),
     )
 
 
@@ -84,6 +88,9 @@ def random_case(rng: random.Random) -> Case:
             Way(held * rng.choice([0.25, 0.5]), rng.choice([0.0, 0.5]), rng.choice([0.5, 1.0]))
             for _ in range(rng.choice([0, 1, 2]))
         ]
+        if rng.random() < 0.4:
+            part = rng.choice([0.25, 0.5])
+            ways.append(Way(held * part, rng.choice([0.0, 0.5]), selective=1.0, products=part))
         options["ways"] = tuple(ways)
     pins = {rng.randrange(n): rng.randrange(k)} if rng.random() < 0.15 else {}
     return Case(dag, Machine(k, **options), pins)
@@ -112,11 +119,13 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     definition."""
     dag, m = case.dag, case.machine
     k = m.stages
-    seconds, forward, link, sent = [0.0] * k, [0.0] * k, [0.0] * k, 0.0
-    fixed, saved, taken_in = [0.0] * k, [0.0] * k, [0.0] * k
+    seconds, forward, again, link, sent = [0.0] * k, [0.0] * k, [0.0] * k, [0.0] * k, 0.0
+    fixed, saved, products, taken_in = [0.0] * k, [0.0] * k, [0.0] * k, [0.0] * k
     for node, s in enumerate(labels):
         seconds[s] += dag.seconds[s if len(dag.seconds) > 1 else 0][node]
         forward[s] += dag.forward[s if len(dag.seconds) > 1 else 0][node]
+        again[s] += dag.again[s if len(dag.seconds) > 1 else 0][node]
+        products[s] += dag.products[node]
         fixed[s] += dag.fixed[node]
         saved[s] += dag.saved[node]
     for kept in dag.kept:
@@ -142,9 +151,12 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     slowest, fits = 0.0, True
     for s in range(k):
         room = [
-            seconds[s] + way.of(k)[2][s] * forward[s]
-            for way in m.ways
-            if fixed[s] + way.of(k)[0][s] * saved[s] + way.of(k)[1][s] * taken_in[s]
+            seconds[s] + of["again"][s] * forward[s] + of["selective"][s] * again[s]
+            for of in ({f.name: way.of(f.name, k) for f in fields(way)} for way in m.ways)
+            if fixed[s]
+            + of["held"][s] * saved[s]
+            + of["received"][s] * taken_in[s]
+            + of["products"][s] * products[s]
             <= m.memory[s] * (1 + 1e-9)
         ]
         fits &= bool(room)

@@ -1,0 +1,127 @@
+"""The results of products that a forward keeps for the second run of a checkpointed stage.
+
+::
+
+    first run     linear ── gelu ── linear ── dropout ── add
+                     :                :
+                   kept             kept
+                     :                :
+    second run      ( )  ── gelu ──  ( )   ── dropout ── add        autograd records all of them
+
+Products of matrices, convolutions and attention take nearly all of a forward's time, and their
+results are a small part of what it saves for its backward. The second run is given these results
+as they were, and computes the rest anew. Which operators count as products is decided by
+:func:`fxpipe.ir.flops.is_product`, for the estimates of pass "cost" as well.
+
+A result to which something has been written since (by ``relu_``, say) is not what the product gave:
+it is not kept, and the second run computes the product again. So does an attention with dropout,
+which draws random numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.ir._torch import TorchDispatchMode, alias_below_autograd, pytree
+from fxpipe.ir.flops import is_product
+from fxpipe.ir.tensors import tensors_of
+from fxpipe.runtime.checkpointing.options import Contexts
+from fxpipe.runtime.checkpointing.recomputation import CheckpointError, version_in
+
+
+def keeping_products(once: bool) -> Contexts:
+    """Two contexts, for the first run of a stage, in which the results of its products are kept,
+    and for the second, in which these results take the place of the products.
+
+    Args:
+        once: whether there is one second run at most. It then takes each result away, so that those
+            that no backward needs are freed while it runs.
+
+    The second run raises a :class:`CheckpointError` if it has other products than the first one.
+    """
+    results: list[_Result | None] = []
+    return _KeepProducts(results), _GiveProducts(results, once)
+
+
+class _Result:
+    """What one product gave: its operator, and its result without history."""
+
+    def __init__(self, operator: Any, value: Any) -> None:
+        # An alias: the result itself gets a history, which would keep what the forward has saved.
+        self.operator = operator
+        self.value = pytree.tree_map_only(Tensor, alias_below_autograd, value)
+        self._versions = self._now
+
+    @property
+    def _now(self) -> list[int]:
+        return [version_in(tensor) for tensor in tensors_of(self.value)]
+
+    @property
+    def is_written_to(self) -> bool:
+        return self._now != self._versions
+
+
+class _KeepProducts(TorchDispatchMode):
+    """Adds the result of each product to a list."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: list[_Result | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results = results
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for i, result in enumerate(self.results):
+            if result is not None and result.is_written_to:
+                self.results[i] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_product(func, args, kwargs or {}):
+            self.results.append(_Result(func, result))
+        return result
+
+
+class _GiveProducts(TorchDispatchMode):
+    """Gives the results of products that have run before, in their order.
+
+    Args:
+        once: whether a result is forgotten when it has been given.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: list[_Result | None], once: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.once, self.count = results, once, 0
+
+    def __enter__(self) -> _GiveProducts:
+        self.count = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_product(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        place, self.count = self.count, self.count + 1
+        if place >= len(self.results):
+            raise CheckpointError(
+                f"the second run of a stage computes {func} as its product number {place + 1}, and "
+                f"the first run had {len(self.results)} products: it must do the same both times, "
+                "so it may not depend on anything that changes between them"
+            )
+        result = self.results[place]
+        if self.once:
+            self.results[place] = None
+        if result is None or result.is_written_to:
+            return func(*args, **(kwargs or {}))
+        if result.operator is not func:
+            raise CheckpointError(
+                f"product number {place + 1} of a stage was {result.operator} in the first run and "
+                f"is {func} in the second: it must do the same both times, so it may not depend on "
+                "anything that changes between them"
+            )
+        return result.value
