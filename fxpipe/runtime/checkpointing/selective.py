@@ -49,9 +49,7 @@ class _Result:
     """What one product gave: its operator, and its result without history."""
 
     def __init__(self, operator: Any, value: Any) -> None:
-        # An alias: the result itself gets a history, which would keep what the forward has saved.
-        self.operator = operator
-        self.value = pytree.tree_map_only(Tensor, alias_below_autograd, value)
+        self.operator, self.value = operator, _aliased(value)
         self._versions = self._now
 
     @property
@@ -124,4 +122,10 @@ class _GiveProducts(TorchDispatchMode):
                 f"is {func} in the second: it must do the same both times, so it may not depend on "
                 "anything that changes between them"
             )
-        return result.value
+        return result.value if self.once else _aliased(result.value)
+
+
+def _aliased(value: Any) -> Any:
+    """The same tensors without history. What a run is given, or gives, gets a history, which keeps
+    all that the run has saved."""
+    return pytree.tree_map_only(Tensor, alias_below_autograd, value)
