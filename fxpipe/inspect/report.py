@@ -57,6 +57,7 @@ class Report:
         choice: what has been chosen by prediction; or why nothing could be predicted.
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
+        checkpoints: the modes of the stages, in words; "" where all activations are kept.
     """
 
     model_graph: fx.GraphModule
@@ -77,6 +78,7 @@ class Report:
     unknown_loss: str = ""
     training: bool = True
     choice: Choice | str | None = None
+    checkpoints: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -144,6 +146,8 @@ class Report:
             lines.append(f"nothing has been chosen by prediction: {self.choice}")
         elif self.choice is not None:
             lines += self.choice.lines
+        if self.checkpoints:
+            lines.append(f"activations that are not kept (checkpoint): {self.checkpoints}")
         lines += self._memory
         if self.refused_sizes:
             rows = " or ".join(map(str, sorted(self.refused_sizes)))

@@ -49,8 +49,8 @@ from fxpipe.planning.estimates import (
 )
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes import Project
-from passes.common.modes import Modes, of_stages
-from passes.common.segments import Segments, counts
+from passes.common.modes import Modes, is_never, of_stages
+from passes.common.segments import Segments, counts, in_words
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
 from passes.to_stages.segments import segmented
@@ -293,6 +293,7 @@ class Views:
             unknown_loss=self._unknown_loss(mode),
             training=self._options.training,
             compiled=[] if mode.compiled is None else mode.compiled.lines,
+            checkpoints="" if is_never(self._modes) else in_words(self._modes, self._segments),
         )
 
     def _unknown_loss(self, mode: Mode) -> str:

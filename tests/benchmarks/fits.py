@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.fits [--models gpt2 unet ...] [--devices 2 4 8] [--limits 10]
         [--chunks 4 8] [--exhaustive] [--csv FILE]
+    python -m tests.benchmarks.fits --measure [--models ...] [--devices ...] [--limits ...]
 
 Each model, in its real size and on "meta", is planned with ``checkpoint="auto"`` for A100s that may
 take so much: the lowest limit is an even part of parameters, gradients, the two states of Adam and
@@ -13,6 +14,13 @@ counts.
 ``--exhaustive`` all modes of all stages are also planned, each with a cut of its own, which is done
 for two devices only: "over best" is how much longer the chosen step takes than the best of these,
 and "(none)" says that none of them fits either.
+
+With ``--measure`` models of the same structure, in sizes with which they run on a CPU
+(``tests.benchmarks.predictions``), are compiled with ``memory=`` and ``checkpoint="auto"`` for
+devices of the simulated accelerator, and a step with Adam is measured there: "full" is the part of
+the limit that the fullest device takes, as predicted and as measured, and "off by" the prediction
+of memory and of time over the measurement. The limits go from an even part of parameters,
+gradients and states to what the step is predicted to need that keeps all activations.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import csv
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +42,15 @@ from rich.table import Table
 
 import fxpipe
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.planning.question import CostedModel, CostSettings, PlanQuestion, costed
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.ambient import compiling
 from passes.common.modes import AUTO, MODES
 from passes.cost.analytic import ADAM
+from tests.accelerator import sim
+from tests.benchmarks import predictions
 from tests.benchmarks.models import Made, gpt2, llama_1b, mixtral, t5, unet, vit_l16
 
 ROWS = 64
@@ -143,6 +154,56 @@ def rows_of(name: str, case: Case, limits: int, is_exhaustive: bool) -> list[lis
     return found
 
 
+SMALL = {"llama_1b": "llama", "vit_l16": "vit"}  # models of other names in their small sizes
+
+
+def measured_rows(name: str, devices: int, limits: int, chunks: int) -> Iterator[list[str]]:
+    """The rows of the table of measured steps, of a model on so many simulated devices."""
+
+    def compared(**options: Any) -> predictions.Prediction:
+        torch.manual_seed(0)
+        model, inputs = predictions.MODELS[SMALL.get(name, name)]()
+        options |= {"schedule": "1f1b", "chunks": min(chunks, predictions.rows_of(inputs))}
+        return predictions.compared(model, inputs, devices, optimizer="adam", **options)
+
+    torch.manual_seed(0)
+    model, _ = predictions.MODELS[SMALL.get(name, name)]()
+    low = (2 + ADAM) * tensor_bytes([*model.parameters()]) / devices
+    free = compared(checkpoint="never")
+    high = max(free.predicted)
+    for i in range(limits):
+        limit = low + (high - low) * i / max(1, limits - 1)
+        row = [name, str(devices), human_bytes(round(limit))]
+        try:
+            found = compared(checkpoint="auto", memory=limit)
+        except fxpipe.DoesNotFit:
+            yield [*row, "does not fit"]
+            continue
+        off = max(found.memory_off, key=abs), found.predicted_s / found.measured_s - 1
+        yield [
+            *row,
+            found.modes,
+            human_time(found.measured_s),
+            f"{found.measured_s / free.measured_s - 1:+.1%}",
+            f"{max(found.predicted) / limit:.0%}",
+            f"{max(found.measured) / limit:.0%}",
+            *(f"{each:+.1%}" for each in off),
+        ]
+
+
+def measure(console: Console, names: list[str], devices: list[int], limits: int) -> None:
+    """Print the table of measured steps."""
+    sim.load()
+    columns = "model", "devices", "limit", "checkpoint", "step", "over free"
+    table = Table(*columns, "full, predicted", "full, measured", "memory off by", "time off by")
+    for name in names:
+        for count in devices:
+            for row in measured_rows(name, count, limits, 4 * count):
+                table.add_row(*row)
+                console.print(*row, style="dim")
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -150,8 +211,12 @@ def main() -> None:
     parser.add_argument("--limits", type=int, default=10)
     parser.add_argument("--chunks", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
+    if given.measure:
+        measure(Console(width=150), given.models, given.devices, given.limits)
+        return
     columns = ["model", "devices", "limit", "checkpoint", "chunks", "step", "over free", "full"]
     columns += ["CPU time", *["over best"] * given.exhaustive]
     table = Table(*columns)

@@ -202,12 +202,13 @@ MODELS: dict[str, Callable[[], Made]] = {
 @dataclass(frozen=True)
 class Prediction:
     """What has been predicted for a step, and what was measured: bytes of each device, and
-    seconds."""
+    seconds. ``modes``: which micro-batches stages keep, in words."""
 
     predicted: tuple[float, ...]
     measured: tuple[int, ...]
     predicted_s: float
     measured_s: float
+    modes: str = ""
 
     @property
     def memory_off(self) -> list[float]:
@@ -250,12 +251,12 @@ def compared(model: nn.Module, inputs: dict[str, Any], lanes: int, **options: An
             begin(SPEED)
             pipe.step(**inputs, target=target, optimizer=optimizer)
             took = makespan()
-        timeline = pipe.timeline()
+        timeline, modes = pipe.timeline(), pipe.report().checkpoints
         peaks = [
             torch.accelerator.memory_stats(device)["allocated_bytes.all.peak"] for device in devices
         ]
     assert ran.makespan
-    return Prediction(tuple(timeline.peak_memory), tuple(peaks), timeline.makespan, took)
+    return Prediction(tuple(timeline.peak_memory), tuple(peaks), timeline.makespan, took, modes)
 
 
 def work(model: nn.Module, inputs: dict[str, Any], lanes: int, chunks: int) -> tuple[float, float]:

@@ -36,7 +36,7 @@ def test_devices_that_cannot_be(devices, message):
         ({"chunks": 0}, 'chunks is 0: give "auto", or the number of micro-batches, 1 or more'),
         ({"chunks": 2.5}, "chunks is 2.5"),
         ({"schedule": "auto", "stages": 0}, "stages is 0: give the number of stages, 1 or more"),
-        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'except_last'"),
+        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'selective'"),
         ({"checkpoint_segments": 2}, "checkpoint_segments is 2, but checkpoint is 'never'"),
         (
             {"checkpoint": "auto", "checkpoint_segments": [1, 0]},

@@ -86,6 +86,14 @@ def test_more_micro_batches_are_advised_where_they_are_worth_it():
     assert bubble_advice(0.2, 0.12, 8) == []
 
 
+def test_the_report_says_which_activations_are_not_kept():
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(8, 8)
+    for mode, said in (("never", ""), (["always", "selective"], "always, selective")):
+        with fxpipe.compile(model, ["cpu"] * 2, checkpoint=mode, example_inputs=(x,)) as pipe:
+            line = re.search(r"not kept \(checkpoint\): (.*)", str(pipe.report()))
+            assert (line[1] if line else "") == said
+
+
 def test_the_report_says_how_long_each_stage_waits():
     model = nn.Sequential(nn.Linear(64, 64), *(nn.Tanh() for _ in range(2)), nn.Linear(64, 64))
     with fxpipe.compile(
