@@ -14,6 +14,10 @@ FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
 """The parts of a cost that do not depend on the batch."""
 
 
+WATCHED_S = 1e-5
+"""Seconds that an operator takes longer if a dispatch mode in Python sees it."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes.
@@ -21,7 +25,7 @@ class Cost:
     ``accumulation_s`` is the time that each micro-batch but the first takes to add its gradients of
     parameters to those that are there. It is part of ``backward_s`` as often as that happens.
     ``again_s`` is the time of a second forward that is given the results of products, which have
-    ``product_bytes``.
+    ``product_bytes``, and ``operators`` is the number of operators of a forward.
     """
 
     forward_s: float = 0.0
@@ -37,6 +41,13 @@ class Cost:
     accumulation_s: float = 0.0
     again_s: float = 0.0
     product_bytes: int = 0
+    operators: int = 0
+
+    @property
+    def selective_s(self) -> float:
+        """What keeping the results of products costs: the second forward, and in both of them a
+        call of Python for each operator, which sees whether it is a product."""
+        return self.again_s + 2 * self.operators * WATCHED_S
 
     @property
     def seconds(self) -> float:

@@ -61,9 +61,11 @@ class Sample:
 
 
 def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:
-    """The batch size of these tensors; None if none has a batch dimension."""
+    """The number of rows that all of these tensors have; None if none has a batch dimension. A
+    target may be of a smaller mini-batch than the inputs beside it, which are those of the first
+    call."""
     sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if isinstance(dim, int))
-    return next(sizes, None)
+    return min(sizes, default=None)
 
 
 def with_rows(

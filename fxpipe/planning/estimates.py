@@ -71,7 +71,7 @@ def estimated_costs(
     for cost, mode, count in zip(costs, modes, parts, strict=True):
         again, is_moved = recomputed(mode, chunks), mode == OFFLOAD
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
-        second = cost.again_s / chunks if mode == SELECTIVE else forward
+        second = cost.selective_s / chunks if mode == SELECTIVE else forward
         last = second / count  # the segment that is recomputed ahead of the whole backward
         found.append(
             StageCost(

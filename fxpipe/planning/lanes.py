@@ -448,6 +448,7 @@ class PlannedLanes:
                 forward_s=times * cost.forward_s,
                 backward_s=times * cost.backward_s,
                 again_s=times * cost.again_s,
+                operators=cost.operators,
             )
         costs = [
             replace(cost, activation_bytes=round(own.activations))

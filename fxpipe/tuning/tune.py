@@ -59,10 +59,13 @@ from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
 
 
-def _shown(trial: SettingTrial, checkpoint: Modes) -> TuningTrial:
-    """A trial of the search as one of a tuning."""
+def _shown(trial: SettingTrial, checkpoint: Modes, costs: Costs) -> TuningTrial:
+    """A trial of the search as one of a tuning. Its options have the costs by which it was cut, so
+    that a pipeline with these options is explained by them, too."""
     setting, plan = trial.setting, trial.plan
     options: dict[str, Any] = {"chunks": setting.chunks, "schedule": setting.schedule}
+    if isinstance(costs, str) and costs != "analytic":
+        options["costs"] = costs
     if setting.stages is not None:
         options["stages"] = setting.stages
     segments = setting.segments if plan is None else plan.checkpoint_segments
@@ -150,6 +153,7 @@ def tune(
             'only the number of micro-batches is open, which fxpipe.compile(chunks="auto") and '
             "fxpipe.plan find"
         )
+    target = options.get("example_target") if target is None else target
     specs, names, are_here = _lanes(devices, model)
     if measure and not are_here:
         raise ValueError(
@@ -176,7 +180,7 @@ def tune(
         if measure:
             _check_loss(prices, options.get("loss_fn"), target)
         modes = modes_of(checkpoint)
-        loss = saved_by_loss(prices, options.get("loss_fn"), options.get("example_target", target))
+        loss = saved_by_loss(prices, options.get("loss_fn"), target)
         search = SettingSearch(prices, within(partition, boundaries), specs, modes, names, loss)
         numbers = tried or numbers_of_microbatches(len(specs), batch)
         asked = settings_of(
@@ -192,11 +196,11 @@ def tune(
             trials = []
             for setting in asked:
                 found = search.trial(setting)
-                trials.append(_shown(found, modes))
+                trials.append(_shown(found, modes, costs))
                 for more in _segmented(found, segments, modes):
                     other = search.trial(more)
                     if _helps(other, found):
-                        trials.append(_shown(other, modes))
+                        trials.append(_shown(other, modes, costs))
                 bar.advance(task)
     trials.sort(key=lambda trial: trial.seconds)
     kwargs = {"memory": memory, "optimizer": optimizer, "in_dims": in_dims, "tracer": tracer}

@@ -107,6 +107,7 @@ class AnalyticCost:
                 accumulation_s=adding,
                 again_s=work.rest.seconds(self.device),
                 product_bytes=work.forward.products,
+                operators=work.forward.operators,
             )
         return gm
 

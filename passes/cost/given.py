@@ -185,7 +185,8 @@ def _with_products(cost: Cost, estimate: Cost) -> Cost:
     if cost.again_s or cost.product_bytes:
         return cost
     again = cost.forward_s * estimate.part_again
-    return replace(cost, again_s=again, product_bytes=estimate.product_bytes)
+    kept, count = estimate.product_bytes, estimate.operators
+    return replace(cost, again_s=again, product_bytes=kept, operators=count)
 
 
 def _of_forward(cost: Cost, estimate: Cost) -> Cost:

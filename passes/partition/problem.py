@@ -100,7 +100,7 @@ def problem(
     weights = np.array([[OBJECTIVES[objective](cost) for cost in costs]], dtype=np.float64)
     is_time = objective == "time"
     forward = np.array([[cost.forward_s for cost in costs]]) * is_time
-    again = np.array([[cost.again_s for cost in costs]]) * is_time
+    again = np.array([[cost.selective_s for cost in costs]]) * is_time
     if objective == "time" and devices is not None and len(set(devices)) > 1:
         relative = np.array(
             [[relative_time(node, device, devices[0]) for node in work] for device in devices]

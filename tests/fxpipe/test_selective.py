@@ -165,23 +165,32 @@ def test_stages_that_are_compiled_cannot_keep_single_results():
 
 
 def test_it_is_chosen_where_that_is_all_that_recomputing_has_to_free():
-    """Norms save much and take little time; products take nearly all of it."""
+    """Norms save much and take little time; products take nearly all of it. Where operators are
+    small, calls of Python take longer than the products."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(256, 256)
+            self.linear = nn.Linear(512, 512)
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(4):
-                x = nn.functional.layer_norm(x, (256,)).sigmoid()
+                x = nn.functional.layer_norm(x, (512,)).sigmoid()
             return self.linear(x)
 
-    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(512, 256)
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(4096, 512)
     options = {"schedule": "gpipe", "chunks": 4, "optimizer": "sgd"}
     kept = fxpipe.plan(model, ["cpu"] * 2, example_inputs=(x,), **options)
     limit = 0.7 * max(kept.memory)
     options |= {"memory": [limit, limit]}
     found = fxpipe.plan(model, ["cpu"] * 2, example_inputs=(x,), checkpoint="auto", **options)
     always = fxpipe.plan(model, ["cpu"] * 2, example_inputs=(x,), checkpoint="always", **options)
-    assert found.checkpoint == "selective" and found.seconds < always.seconds
+    assert "selective" in found.checkpoint and found.seconds < always.seconds
+    few = (x[:8],)
+    options["memory"] = None
+    found, always = (
+        fxpipe.plan(model, ["cpu"] * 2, example_inputs=few, checkpoint=mode, **options)
+        for mode in ("selective", "always")
+    )
+    assert found.seconds > always.seconds

@@ -264,3 +264,27 @@ def test_one_micro_batch_takes_a_target_of_any_shape() -> None:
     with fxpipe.compile(model, TWO, chunks=1, loss_fn=F.cross_entropy) as pipe:
         loss = pipe.step(nodes, graph, target=labels)
         assert loss == F.cross_entropy(model(nodes, graph), labels)
+
+
+def _masked(output, target):
+    mask = (torch.arange(3)[None] < target["n"][:, None]).float()
+    return ((output - target["y"]).square() * mask).sum() / mask.sum()
+
+
+def _lengths(target):
+    return target["n"].sum()
+
+
+@pytest.mark.parametrize("loss_weight", [None, _lengths])
+@pytest.mark.parametrize("sizes", [(16, 10), (16, 3), (3, 16), (16, 1, 20, 2)])
+def test_a_later_mini_batch_may_have_fewer_rows_than_the_one_compiled_for(sizes, loss_weight):
+    """Its target is checked beside inputs of the first call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    options = {"loss_fn": _masked, "loss_weight": loss_weight}
+    with fxpipe.compile(model, TWO, chunks=4, **options) as pipe:
+        for rows in sizes:
+            x, y, n = torch.randn(rows, 6), torch.randn(rows, 3), torch.randint(1, 4, (rows,))
+            loss = pipe.step(x, target={"y": y, "n": n})
+            whole = _masked(model(x), {"y": y, "n": n})
+            assert loss_weight is None or torch.allclose(loss, whole, rtol=1e-5)

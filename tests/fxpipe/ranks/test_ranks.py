@@ -179,8 +179,9 @@ def test_checkpoints_that_are_chosen_for_a_limit_of_memory_are_alike_on_all_rank
     assert_same(*on_both(pool, train, tanh_layers, calls, ranks=2, **options))
 
 
-def test_activations_of_ranks_wait_in_the_memory_of_their_hosts(pool):
-    options = {"chunks": 4, "schedule": "gpipe", "checkpoint": ["offload", "always"]}
+@pytest.mark.parametrize("modes", [["offload", "always"], ["selective", "offload"]])
+def test_ranks_keep_and_bring_back_activations_as_lanes_do(pool, modes):
+    options = {"chunks": 4, "schedule": "gpipe", "checkpoint": modes}
     assert_same(*on_both(pool, train, tanh_layers, rows(1024) * 2, ranks=2, **options))
 
 
