@@ -240,10 +240,18 @@ class PlannedLanes:
         return list(dict.fromkeys(found))
 
     @property
+    def has_host(self) -> bool:
+        """Whether some device has a link to the memory of its host."""
+        return any(spec.host_bytes_per_s for spec in self.specs)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether stages run operator by operator."""
+        return all(spec.is_eager for spec in self.specs)
+
+    @property
     def _all_ways(self) -> list[tuple[Modes, Segments]]:
-        has_host = any(spec.host_bytes_per_s for spec in self.specs)
-        is_eager = all(spec.is_eager for spec in self.specs)
-        return ways(self.checkpoint, self.checkpoint_segments, has_host, is_eager)
+        return ways(self.checkpoint, self.checkpoint_segments, self.has_host, self.is_eager)
 
     @property
     def _recomputed(self) -> set[int]:

@@ -447,19 +447,12 @@ class PlanQuestion:
     @property
     def _other_modes(self) -> list[str]:
         """The modes that may need less memory than the present ones."""
-        known = modes.choices(modes.AUTO, self._has_host, self._is_eager)
-        found = [mode for mode in milder(self.checkpoint) if mode in known]
-        is_auto = self.checkpoint == modes.AUTO
-        has_moved = is_auto or modes.OFFLOAD in modes.listed(self.checkpoint)
-        return [*found, *[modes.OFFLOAD] * (self._has_host and not has_moved)]
-
-    @property
-    def _has_host(self) -> bool:
-        return any(spec.host_bytes_per_s for spec in self.specs)
-
-    @property
-    def _is_eager(self) -> bool:
-        return all(spec.is_eager for spec in self.specs)
+        given = modes.listed(self.checkpoint)
+        if modes.AUTO in given:
+            return []
+        known = modes.choices(modes.AUTO, self._lanes.has_host, self._lanes.is_eager)
+        others = [*milder(self.checkpoint), modes.OFFLOAD]
+        return [mode for mode in others if mode in known and mode not in given]
 
     def _tells(self, change: Change) -> bool:
         """Whether the model fits after a change; the log and the listener of the progress learn

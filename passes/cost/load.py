@@ -136,21 +136,20 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         flops = flops_of(func, args, kwargs, result)
-        self.load.flops += flops
-        if flops and not self.load.is_full:
-            self.load.is_full = not uses_tf32(func.overloadpacket in CONVOLUTIONS)
+        is_full = bool(flops) and not uses_tf32(func.overloadpacket in CONVOLUTIONS)
+        is_kept = is_product(func, args, kwargs)
+        loads = [self.load] if is_kept else [self.load, self.rest]
+        for load in loads:
+            load.flops += flops
+            load.is_full |= is_full
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
         if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
             size = tensor_bytes((args, kwargs, result)) - _not_read(func, args)
             is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
-            is_kept = is_product(func, args, kwargs)
-            for load in (self.load,) if is_kept else (self.load, self.rest):
+            for load in loads:
                 load.operators += 1
                 load.bytes += size
                 load.is_half |= is_half
             self.load.products += tensor_bytes(result) * is_kept
             self.memory.note(result, (args, kwargs))
-        if flops and not is_product(func, args, kwargs):
-            self.rest.flops += flops
-            self.rest.is_full = self.load.is_full
         return result

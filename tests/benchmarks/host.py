@@ -65,7 +65,7 @@ def fxpipes(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str, Ru
     """``step`` in the order of each schedule, and ``pipe(x)``."""
     runs: dict[str, Run] = {}
     cut = [str(i) for i in range(1, stages)]
-    for schedule, checkpoint in itertools.product(SCHEDULES, ("never", "always")):
+    for schedule, checkpoint in itertools.product(SCHEDULES, ("never", "selective", "always")):
         pipe = fxpipe.compile(
             net(stages, draws).to(x.device),
             [x.device] * stages,

@@ -105,23 +105,19 @@ class _GiveProducts(TorchDispatchMode):
         if not is_product(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         place, self.count = self.count, self.count + 1
-        if place >= len(self.results):
+        is_further = place >= len(self.results)
+        result = None if is_further else self.results[place]
+        if is_further or (result is not None and result.operator is not func):
+            before = "there was none" if result is None else f"it was {result.operator}"
             raise CheckpointError(
-                f"the second run of a stage computes {func} as its product number {place + 1}, and "
-                f"the first run had {len(self.results)} products: it must do the same both times, "
-                "so it may not depend on anything that changes between them"
+                f"product number {place + 1} of a stage is {func} in its second run, and {before} "
+                "in its first: it must do the same both times, so it may not depend on anything "
+                "that changes between them"
             )
-        result = self.results[place]
         if self.once:
             self.results[place] = None
         if result is None or result.is_written_to:
             return func(*args, **(kwargs or {}))
-        if result.operator is not func:
-            raise CheckpointError(
-                f"product number {place + 1} of a stage was {result.operator} in the first run and "
-                f"is {func} in the second: it must do the same both times, so it may not depend on "
-                "anything that changes between them"
-            )
         return result.value if self.once else _aliased(result.value)
 
 

@@ -72,8 +72,8 @@ class Dag:
         order: pairs ``(u, v)``: v must not be in an earlier stage than u, which gives it no value.
         forward: ``[rows, n]``: the part of ``seconds`` that the forward takes, which a stage that
             keeps less runs a second time; all zero if it is empty.
-        again: ``[rows, n]``: the part of ``forward`` that a stage runs a second time if it keeps
-            the results of products; all zero if it is empty.
+        again: ``[rows, n]``: the seconds by which a node takes longer in a stage that runs again
+            with the results of products; all zero if it is empty.
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
         saved: ``[n]``: bytes that a node keeps for the backward of one mini-batch.
         products: ``[n]``: bytes of the results of a node's products, for one mini-batch.
@@ -148,7 +148,7 @@ class Way:
             of a checkpoint.
         again: the fraction of its forward that a stage runs a second time.
         moved: the fraction of its saved bytes that a stage moves to the host's memory, and back.
-        selective: the fraction of its forward that a stage runs a second time without products.
+        selective: 1 for a stage that runs again with the results of products, else 0.
         products: the fraction of the results of products that it keeps for that.
     """
 

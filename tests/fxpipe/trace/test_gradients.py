@@ -38,9 +38,7 @@ def test_a_reshape_is_one_kind_of_node_whether_it_is_a_view_or_not() -> None:
     assert all(history == histories[0] for history in histories)
 
 
-def test_an_expansion_is_no_part_of_a_history_since_broadcasting_adds_gradients_up_as_well() -> (
-    None
-):
+def test_an_expansion_is_no_part_of_a_history_as_a_broadcast_is_none() -> None:
     bias, batch = nn.Parameter(torch.randn(1, 4)), torch.randn(3, 4)
     history = history_of([batch + bias])
     assert history_of([batch + bias.expand(3, 4)]) == history

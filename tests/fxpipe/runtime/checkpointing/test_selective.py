@@ -142,8 +142,14 @@ def test_several_runs_may_follow():
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([lambda: a @ b, lambda: (a @ b, a @ b)], "as its product number 2, and the first run had"),
-        ([lambda: a @ b, lambda: torch.bmm(a[None], b[None])], "was aten.mm.default in the first"),
+        (
+            [lambda: a @ b, lambda: (a @ b, a @ b)],
+            "product number 2 of a stage is aten.mm.default in its second run, and there was",
+        ),
+        (
+            [lambda: a @ b, lambda: torch.bmm(a[None], b[None])],
+            "is aten.bmm.default in its second run, and it was aten.mm.default in its first",
+        ),
     ],
 )
 def test_runs_with_different_products_are_an_error(runs, message):
