@@ -45,6 +45,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, outside, recorders, state, symbolic
@@ -155,7 +156,10 @@ def to_be_compared(
                 raise
             return None
         traced.otherwise = None  # it is not needed, and refers to modules
-        return traced if all(map(_is_of_operators, traced.graph_module.modules())) else None
+        if not all(map(_is_of_operators, traced.graph_module.modules())):
+            return None
+        _warn_of_prints(model, traced)
+        return traced
 
 
 def runs_alike(
@@ -179,6 +183,16 @@ def runs_alike(
             traced.refused_sizes = checks.refused_sizes(example, [reference])
             return True
         return False
+
+
+def _warn_of_prints(model: nn.Module, traced: Traced) -> None:
+    """Say that the model has lines that print, which the graph does not have."""
+    if traced.prints:
+        warn(
+            f"{type(model).__name__} prints within its forward (at {traced.prints[0]}): it does so "
+            "while it is compiled, and not when the pipeline runs, which computes what was traced. "
+            "To see a value in each step, let the model return it."
+        )
 
 
 def _is_of_operators(module: nn.Module) -> bool:
@@ -281,6 +295,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                         traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             traced.tried = tuple(reasons)
+            _warn_of_prints(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):

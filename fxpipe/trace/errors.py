@@ -18,6 +18,11 @@ from fxpipe.trace import whole
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
 
+NEEDS_VALUES = "this line needs the values of a tensor, which are not known while it is traced"
+
+# What PyTorch says then: as_tensor() was given a proxy of fx, or a kernel a tensor without values.
+_SAID_OF_VALUES = "`__cuda_array_interface__` must be a dict", "its data is not allocated yet"
+
 GRADIENTS = "it computes gradients within its forward, which may have to go through several stages"
 
 
@@ -57,6 +62,8 @@ def first_line(error: BaseException) -> str:
         return DEPENDS_ON_VALUES
     if isinstance(error, whole.Blamed):
         return str(error)
+    if any(said in str(error) for said in _SAID_OF_VALUES):
+        return NEEDS_VALUES
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
     return text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"

@@ -70,6 +70,8 @@ class Traced:
     tried: tuple[str, ...] = ()
     """Why other front ends, which come first, have not given the graph: a line for each, such as
     "symbolic: TypeError: ... (at model.py:7: if x.sum() > 0:)"."""
+    prints: Sequence[str] = ()
+    """The lines of the model that have printed during the trace, and print no more in the graph."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None

@@ -32,7 +32,7 @@ from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.operators import operators_of
-from fxpipe.trace.patches import data_used, eased, fx_here, silent
+from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps, has_size_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
@@ -158,6 +158,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
                 lost_tensors_as_constants(),
                 once.exported(),
+                prints() as printed,
             ):
                 program = torch.export.export(
                     _OnTensors(example, structures.append),
@@ -173,6 +174,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes
+            traced.prints = printed
             unknown = _size_by_value(graph_module, example.model)
             if unknown is not None:
                 _enclosed(traced, example, unknown)

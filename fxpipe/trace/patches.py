@@ -32,10 +32,12 @@ The table has the attribute that is patched, the function that patches it, and t
     nn.Module._call_impl                as_on_one_device  the same for modules in TorchScript
     autograd._engine_run_backward       as_on_one_device  so that a backward is in its mode, too
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
+    builtins.print                      prints            to see what a pipeline will not print
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import io
@@ -62,7 +64,7 @@ from fxpipe.ir._torch import (
     SingleLevelFunction,
 )
 from fxpipe.ir.source import is_of_a_model
-from fxpipe.trace.errors import GRADIENTS, Refused
+from fxpipe.trace.errors import GRADIENTS, Refused, source_line
 
 LOCK = threading.RLock()
 """The lock that a thread holds while it has something patched: models are traced one at a time."""
@@ -240,6 +242,29 @@ class _Stderr:
     def __getattr__(self, name: str) -> Any:
         is_dropped = threading.get_ident() == self._thread
         return getattr(self._void if is_dropped else self._real, name)
+
+
+# ------------------------------------------------------------------------ what the model prints
+
+
+@contextmanager
+def prints() -> Iterator[list[str]]:
+    """Yields the lines of the model at which it prints inside the ``with`` block, in a list that
+    grows. What it prints there is dropped: it is told of symbols, or of tensors without values."""
+    lines: list[str] = []
+
+    def replace(original: Callable[..., None]) -> Callable[..., None]:
+        def function(*args: Any, **kwargs: Any) -> None:
+            frame = caller()
+            if is_of_a_model(frame.f_code.co_filename):
+                lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
+            else:
+                original(*args, **kwargs)
+
+        return function
+
+    with patched(builtins, "print", replace):
+        yield lines
 
 
 # ------------------------------------------------------------------------ autograd's own functions

@@ -29,7 +29,7 @@ from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
 from fxpipe.trace.lines import running_lines
-from fxpipe.trace.patches import functions_handled, fx_here
+from fxpipe.trace.patches import functions_handled, fx_here, prints
 
 
 def front_end(example: Example) -> Traced:
@@ -47,6 +47,7 @@ def front_end(example: Example) -> Traced:
         functions_handled(_as_a_node),
         skip.tracking(model),
         checkpoints.noted(lambda: tracer.graph) as calls,
+        prints() as printed,
     ):
         graph = tracer.trace(model)
         graph.output_node().type = None  # the annotation of the tracer's function, not the model's
@@ -57,7 +58,9 @@ def front_end(example: Example) -> Traced:
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)
-    return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild, folded=tracer.folded)
+    traced = Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
+    traced.folded, traced.prints = tracer.folded, printed
+    return traced
 
 
 _BACKWARDS = torch.autograd.grad, torch.autograd.backward, "backward"

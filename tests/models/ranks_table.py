@@ -214,6 +214,7 @@ def compared(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
 
 def main(names: tuple[str, ...]) -> None:
     """Print the table, line by line."""
+    torch.set_num_threads(1)  # as on the ranks: other kernels are chosen for another number
     print("| model | fxpipe | torch.distributed.pipelining |")
     print("|---|---|---|")
     for name in names:

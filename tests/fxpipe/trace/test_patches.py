@@ -1,5 +1,6 @@
 """PyTorch is patched while a model is compiled; only the thread that compiles sees it."""
 
+import builtins
 import inspect
 import logging
 import subprocess
@@ -30,6 +31,7 @@ PATCHED = [
     (Tensor, "data"),
     (ShapeEnv, "create_unbacked_symint"),
     (logging.Logger, "handle"),
+    (builtins, "print"),
 ]
 
 
@@ -63,6 +65,7 @@ def everything_patched(monkeypatch):
             patches.data_used(detached=True),
             values_read(Running()),
             patches.silent(),
+            patches.prints(),
         ):
             stack.enter_context(patch)
         yield
@@ -82,6 +85,7 @@ def test_all_is_as_it_was_afterwards() -> None:
         patches.data_used(detached=True),
         values_read(Running()),
         patches.silent(),
+        patches.prints(),
     ):
         during = [raw(owner, name) for owner, name in PATCHED]
         assert not any(one is other for one, other in zip(before, during, strict=True))

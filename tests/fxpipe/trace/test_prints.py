@@ -1,0 +1,57 @@
+"""A forward that prints does so while it is compiled only: a warning names the line."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+
+
+class Talks(nn.Module):
+    """Prints the sum of a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        print("hidden", hidden)
+        return self.second(hidden)
+
+
+class Whole(nn.Module):
+    """Its way depends on values, so that it is kept whole: it prints in each micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 0).any()):
+            x = x.clamp(min=0)
+        print("seen", tuple(x.shape))
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_a_warning_names_the_line_that_prints(tracer: str, capsys) -> None:
+    said = r"Talks prints within its forward \(at .*test_prints.py:\d+: print\(\"hidden\", hidden\)"
+    with fxpipe.compile(Talks(), ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        with pytest.warns(UserWarning, match=said):
+            pipe(torch.randn(4, 4))
+        printed = capsys.readouterr().out
+        assert "hidden tensor" in printed  # by the check, which runs the model itself
+        assert "Proxy" not in printed and "FunctionalTensor" not in printed
+        pipe(torch.randn(4, 4))
+        assert not capsys.readouterr().out
+
+
+def test_a_module_that_is_kept_whole_prints_and_is_not_warned_of(capsys) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Whole(), nn.Linear(4, 2))
+    with warnings.catch_warnings(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        warnings.simplefilter("error")
+        pipe(torch.randn(4, 4))
+        capsys.readouterr()
+        pipe(torch.randn(4, 4))
+    assert capsys.readouterr().out.splitlines() == ["seen (2, 4)"] * 2
