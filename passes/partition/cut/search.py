@@ -28,7 +28,7 @@ from passes.partition.cut.dag import OUTSIDE, ROOM, Dag, Floats, Ints, Machine, 
 from passes.partition.cut.downsets import Family
 
 EQUAL = 1e-9  # relative: sums of the same floats in different orders differ by less than this
-BLOCK = 1 << 21  # the number of pairs of downsets that are compared in one step, for memory
+BLOCK = 1 << 19  # the number of pairs of downsets that are compared in one step, for memory
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Search:
         self.fixed, self.saved = self.bits @ self.dag.fixed, self.bits @ self.dag.saved
         self.products = self.bits @ self.dag.products
         self.count = self.family.sum(axis=1)
-        self.small_bits = self.bits.astype(np.float32)
+        self.small_bits = self.family.astype(np.float32)
+        self.by_node = np.ascontiguousarray(self.family.T)
         self._columns()
         self.boundaries = self._boundaries()
         steps = sum(len(a) * len(b) for a, b in pairwise(self.boundaries))
@@ -104,10 +105,7 @@ class Search:
         is_once = np.array([v.once for v in values], dtype=bool)
         self.taken_in = np.where(is_once, 0.0, self.size)
         self.stays = np.where(is_once, self.volume, 0.0)
-        used = np.zeros((len(self.family), len(values)), dtype=np.int32)
-        for i, v in enumerate(values):
-            used[:, i] = self.family[:, list(v.users)].sum(axis=1)
-        self.used = used
+        self.used = used = self._counted([v.users for v in values])
         self.made = self.family[:, self.source] | self.given[None, :]
         self.live = self.made & (used < np.array([len(v.users) for v in values])[None, :])
         # An input of the model goes straight to its first user, so that this way costs nothing.
@@ -116,17 +114,20 @@ class Search:
         self._units()
         inputs = [v for v in self.dag.values if v.source == OUTSIDE]
         self.inputs = np.array([v.size for v in inputs])
-        self.begun = np.zeros((len(self.family), len(inputs)), dtype=np.float64)
-        for i, v in enumerate(inputs):
-            self.begun[:, i] = self.family[:, list(v.users)].any(axis=1)
+        self.begun = (self._counted([v.users for v in inputs]) > 0).astype(np.float64)
+
+    def _counted(self, groups: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+        """``[downset, group]``: how many nodes of each group a downset has."""
+        counted = np.zeros((len(groups), len(self.family)), dtype=np.int32)
+        for i, nodes in enumerate(groups):
+            self.by_node[list(nodes)].sum(axis=0, out=counted[i], dtype=np.int32)
+        return np.ascontiguousarray(counted.T)
 
     def _kept(self) -> None:
         """Make the columns for memory that several nodes keep for the backward, as :meth:`_columns`
         does for values."""
         kept = self.dag.kept
-        self.keepers = np.zeros((len(self.family), len(kept)), dtype=np.int32)
-        for i, k in enumerate(kept):
-            self.keepers[:, i] = self.family[:, list(k.nodes)].sum(axis=1)
+        self.keepers = self._counted([k.nodes for k in kept])
         self.keeper = np.array([i for i, k in enumerate(kept) for _ in k.nodes], dtype=np.int64)
         self.rank = np.array([c for k in kept for c in range(len(k.nodes))], dtype=np.int64)
         self.kept_size = np.array([k.size for k in kept for _ in k.nodes])
@@ -134,9 +135,7 @@ class Search:
     def _units(self) -> None:
         """Make the columns for units, as :meth:`_kept` does for memory."""
         units = self.dag.units
-        self.parts = np.zeros((len(self.family), len(units)), dtype=np.int32)
-        for i, unit in enumerate(units):
-            self.parts[:, i] = self.family[:, list(unit.nodes)].sum(axis=1)
+        self.parts = self._counted([unit.nodes for unit in units])
         self.unit = np.array([i for i, u in enumerate(units) for _ in u.nodes], dtype=np.int64)
         self.part = np.array([c for u in units for c in range(len(u.nodes))], dtype=np.int64)
         self.penalty = np.array([u.penalty for u in units for _ in u.nodes])
@@ -192,18 +191,27 @@ class Search:
         compute = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
         can = compute <= limit * (1 + EQUAL)
         can &= self.count[first][:, None] < self.count[then][None, :]
-        common = self.small_bits[first] @ self.small_bits[then].T
-        can &= common == self.count[first][:, None]
-        compute = compute + self._taken_again(stage, first, then, can)
+        can &= self._are_within(first, then)
+        compute += self._taken_again(stage, first, then, can)
         can &= compute <= limit * (1 + EQUAL)
-        if not can.any():
-            return np.full(can.shape, np.inf), can
-        times = compute
-        if len(self.column) and self._links_matter(stage):
-            link = self._link(stage, first, then)
-            times = np.maximum(compute, link)
-        times = np.where(can, np.maximum(times, 0.0), np.inf)
-        return times, can & (times <= limit * (1 + EQUAL))
+        if can.any() and len(self.column) and self._links_matter(stage):
+            np.maximum(compute, self._link(stage, first, then), out=compute)
+            can &= compute <= limit * (1 + EQUAL)
+        times = np.maximum(compute, 0.0, out=compute)
+        times[~can] = np.inf
+        return times, can
+
+    def _are_within(self, first: Ints, then: Ints) -> NDArray[np.bool_]:
+        """Which of the downsets ``first`` are part of which of the downsets ``then``.
+
+        A node that is in none of the former, or in all of the latter, cannot say otherwise, so that
+        few nodes are left where the boundaries of a stage are near each other.
+        """
+        nodes = np.flatnonzero(self.family[first].any(axis=0) & ~self.family[then].all(axis=0))
+        inside = self.small_bits[np.ix_(first, nodes)]
+        outside = 1 - self.small_bits[np.ix_(then, nodes)]
+        within: NDArray[np.bool_] = (inside @ outside.T) == 0
+        return within
 
     def _links_matter(self, stage: int) -> bool:
         return any(seconds.any() for seconds in self._best_links(stage))
@@ -257,15 +265,17 @@ class Search:
             total = total + waits[:, begun].astype(np.float64) @ (comes * self.penalty[begun]).T
         return total
 
-    def _taken_again(self, stage: int, first: Ints, then: Ints, can: NDArray[np.bool_]) -> Floats:
+    def _taken_again(
+        self, stage: int, first: Ints, then: Ints, can: NDArray[np.bool_]
+    ) -> Floats | float:
         """The seconds by which a stage between two downsets takes longer than it would by the way
         that takes least time, since its memory has room for other ways only; inf where it has room
         for none. They are computed where the stage ``can`` be."""
         m = self.machine
         assert m.memory is not None
-        found = np.full(can.shape, np.inf)
         if np.isinf(m.memory[stage]):
-            return np.zeros_like(found)
+            return 0.0
+        found = np.full(can.shape, np.inf)
         fixed, saved, taken_in = self._bytes(stage, first, then)
         forward = self._of_row(self.forward, stage, first, then)
         again = self._of_row(self.again, stage, first, then)
@@ -350,13 +360,15 @@ class Search:
             first, then = self.boundaries[stage], self.boundaries[stage + 1]
             for rows, columns in self._blocks(stage):
                 times, can = self._between(stage, first[rows], then[columns], limit)
+                if not can.any():
+                    continue
                 after = best[stage + 1][columns][None, :]
                 if by_bytes:
-                    value = np.where(can, after, np.inf)
-                    if can.any():
-                        value = value + self._disliked(first[rows], then[columns])
+                    value = self._disliked(first[rows], then[columns])
+                    value += after
+                    value[~can] = np.inf
                 else:
-                    value = np.where(can, np.maximum(times, after), np.inf)
+                    value = np.maximum(times, after, out=times)
                 best[stage][rows] = np.minimum(best[stage][rows], value.min(axis=1))
         return best
 
@@ -376,12 +388,19 @@ class Search:
                 raise TooMuch
             return None
         allowed = max(fastest.key, min(fastest.key * (1 + slack), self.limit, self.enough))
-        to_go = self._backwards(allowed, by_bytes=True)
-        lightest = _Descent(self, to_go, allowed, by_bytes=True, best=fastest.best)
-        assert lightest.best is not None
         return SearchResult(
-            lightest.best, fastest.key if fastest.is_done else bound, fastest.is_done
+            self.lightest(fastest.best, allowed),
+            fastest.key if fastest.is_done else bound,
+            fastest.is_done,
         )
+
+    def lightest(self, known: tuple[int, ...], allowed: float) -> tuple[int, ...]:
+        """The cut that sends fewest bytes of those whose slowest stage takes at most ``allowed``
+        seconds; ``known`` is such a cut."""
+        to_go = self._backwards(allowed, by_bytes=True)
+        found = _Descent(self, to_go, allowed, by_bytes=True, best=known).best
+        assert found is not None
+        return found
 
 
 class _Descent:

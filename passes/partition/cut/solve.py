@@ -96,6 +96,7 @@ class Task:
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
     enough: float = np.inf  # seconds, as for :class:`Search`
+    bound: float = 0.0  # seconds; no cut is faster
     limit: float = np.inf  # seconds; slower cuts are not considered
 
 
@@ -127,7 +128,7 @@ def solve(
     if bound > limit * (1 + EQUAL):
         return None
     enough = min(bound * (1 + slack), limit)
-    task = Task(machine, slack, pins or {}, effort or Effort(), enough, limit)
+    task = Task(machine, slack, pins or {}, effort or Effort(), enough, bound, limit)
     found = _in_order(dag, task)
     answer = _exact(dag, task, found)
     if answer is not None:
@@ -390,12 +391,24 @@ def _searched(
     places: NDArray[np.bool_] | None = None,
 ) -> tuple[int, ...] | None:
     limit = _limit(dag, task, found)
+    known = tuple(found) if found is not None and _is_as_fast_as_any(dag, task, found) else None
+    if known is not None:
+        limit = min(limit, task.enough)
     search = Search(dag, task.machine, family, limit, task.pins, places, task.enough, visits=VISITS)
     try:
+        if known is not None:
+            return search.lightest(known, limit)
         result = search.run(task.slack)
     except TooMuch:
         return None
     return None if result is None else result.stage
+
+
+def _is_as_fast_as_any(dag: Dag, task: Task, stage: Sequence[int]) -> bool:
+    """Whether no cut is faster than this one by more than the slack, so that only the bytes that it
+    sends are left to improve."""
+    slowest = prices(dag, task.machine, stage).slowest
+    return slowest <= min(task.bound * (1 + task.slack), task.enough) * (1 + EQUAL)
 
 
 def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
