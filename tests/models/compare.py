@@ -34,6 +34,12 @@ class Result:
     difference: float  # from the loop, see :func:`difference`
     compile_s: float
 
+    @staticmethod
+    def of(pipe: fxpipe.Pipeline, apart: float, compile_s: float) -> Result:
+        """The result of a pipeline that has been so far apart from the loop."""
+        nodes, skips = len(pipe.model_graph.graph.nodes), len(pipe.skip_layout.skips)
+        return Result(pipe.front_end, nodes, skips, apart, compile_s)
+
     @property
     def is_good(self) -> bool:
         """Whether the difference is no more than the front end promises."""
@@ -71,24 +77,27 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
         torch.manual_seed(0)
         inputs = batch_for(entry)
         model = build(entry, training)
-        options = {"check": "warn" if entry.across else True, **entry.options}
-        pipe = fxpipe.compile(
-            model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **options
-        )
-        with pipe:
+        with compiled(entry, model, checkpoint) as pipe:
             start = time.process_time()
             pipe.prepare(**inputs)
             compile_s = time.process_time() - start
-            actual = run_step(model, lambda: [pipe(**inputs)])
-            plain = build(entry, training)
-            expected = run_step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
-            return Result(
-                front_end=pipe.front_end,
-                nodes=len(pipe.model_graph.graph.nodes),
-                skips=len(pipe.skip_layout.skips),
-                difference=difference(expected, actual),
-                compile_s=compile_s,
-            )
+            apart = difference_on(pipe, model, build(entry, training), inputs)
+            return Result.of(pipe, apart, compile_s)
+
+
+def compiled(entry: Entry, model: nn.Module, checkpoint: str) -> fxpipe.Pipeline:
+    """The pipeline of an entry's model."""
+    options = {"check": "warn" if entry.across else True, **entry.options}
+    return fxpipe.compile(model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **options)
+
+
+def difference_on(
+    pipe: fxpipe.Pipeline, model: nn.Module, plain: nn.Module, inputs: dict[str, Any]
+) -> float:
+    """How far the pipeline of a model is from a plain copy in a loop over the micro-batches."""
+    actual = run_step(model, lambda: [pipe(**inputs)])
+    expected = run_step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
+    return difference(expected, actual)
 
 
 def build(entry: Entry, training: bool) -> nn.Module:

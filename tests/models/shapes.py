@@ -1,7 +1,8 @@
-"""Runs a model of the zoo on inputs of other sizes than it was first compiled for."""
+"""Runs a model of the zoo in eval mode, on its own inputs and then on inputs of other sizes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,21 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import fxpipe
 from tests.models.compare import (
     BATCH,
-    CHUNKS,
-    STAGES,
     TOLERANCE,
+    Result,
     batch_for,
     build,
-    difference,
+    compiled,
+    difference_on,
     micro_batches,
     one_thread,
-    run_step,
 )
 from tests.models.registry import Entry
 
+OF_SHAPES = (False, "never")  # of tests.models.compare.CASES: that of the first shape here
 OTHERS = 2  # the most other shapes that a model is run on
 
 
@@ -36,6 +36,7 @@ class Shapes:
     compilations: int
     front_end: str
     difference: float  # the largest from the loop, see :func:`tests.models.compare.difference`
+    first: Result  # on the first of the shapes
 
     @property
     def is_good(self) -> bool:
@@ -48,21 +49,20 @@ def compare_shapes(entry: Entry) -> Shapes:
     takes, each beside the loop over micro-batches."""
     with one_thread():
         torch.manual_seed(0)
-        first = batch_for(entry)
+        batches = [batch_for(entry)]
         model, plain = build(entry, False), build(entry, False)
-        options = {"check": "warn" if entry.across else True, **entry.options}
-        batches = [first, *_taken(build(entry, False), first)]
-        worst = 0.0
-        with fxpipe.compile(model, ["cpu"] * STAGES, chunks=CHUNKS, **options) as pipe:
-            for batch in batches:
+        with compiled(entry, model, "never") as pipe:
+            start = time.process_time()
+            pipe.prepare(**batches[0])
+            compile_s = time.process_time() - start
+            worst = difference_on(pipe, model, plain, batches[0])
+            first = Result.of(pipe, worst, compile_s)
+            for batch in _taken(build(entry, False), batches[0]):
                 model.zero_grad()
                 plain.zero_grad()
-                actual = run_step(model, lambda batch=batch: [pipe(**batch)])
-                expected = run_step(
-                    plain, lambda batch=batch: [plain(**part) for part in micro_batches(batch)]
-                )
-                worst = max(worst, difference(expected, actual))
-            return Shapes(len(batches), len(pipe.compilations), pipe.front_end, worst)
+                worst = max(worst, difference_on(pipe, model, plain, batch))
+                batches.append(batch)
+            return Shapes(len(batches), len(pipe.compilations), pipe.front_end, worst, first)
 
 
 def _taken(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, Any]]:
