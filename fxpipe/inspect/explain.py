@@ -48,6 +48,7 @@ _LOSSES: dict[Dim, str] = {
     SUM: "loss_fn is taken for a sum over the rows: the losses of micro-batches are added up.",
     WEIGHTED: "The losses of micro-batches are averaged with the weights that loss_weight gives.",
 }
+STARTED = 1e-5  # seconds; what starting an operator takes on a CPU is of this size
 SHOWN = 5  # the most pieces that are kept whole, and inputs that are shared, that are named
 REPEATED = 0.05  # what is computed for each micro-batch anew is said if it is more of the time
 
@@ -340,7 +341,25 @@ class Explaining:
                 f"The times of nodes {self._source}; pipe.measure(...) measures {run}s{needs}:"
             )
             sentences.append(f"    print({self._calls.of('measure')})")
+            sentences += self._small_operators
         return sentences
+
+    @property
+    def _small_operators(self) -> list[str]:
+        """That estimates are too short, where operators compute for less time than it takes to
+        start them."""
+        costs, is_cpu = self.mode.costs, {lane.type for lane in self.options.lanes} == {"cpu"}
+        operators = sum(cost.operators for cost in costs)
+        mean = sum(cost.forward_s for cost in costs) / operators if operators else STARTED
+        if self._source != "are estimates" or not is_cpu or mean >= STARTED:
+            return []
+        return [
+            f"An operator of the forward is estimated to take {human_time(mean)} on average. That "
+            "is less than a CPU takes to start one, some microseconds, and more in a backward: "
+            "these estimates are too short, and larger micro-batches better than they say. With "
+            'costs="measured" each node is measured by itself:',
+            f"    pipe = {self.options.call.with_options(costs='measured')}",
+        ]
 
     def _measured(self, now: Plan | None) -> list[str]:
         """How long a step has taken, if one has been measured, and why that is not as predicted."""

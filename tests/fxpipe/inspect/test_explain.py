@@ -325,6 +325,17 @@ def test_recomputing_is_given_as_a_part_of_the_step():
     assert "To recompute activations costs 18%" in said(explanation, "What limits the speed")
 
 
+def test_estimates_of_operators_that_are_smaller_than_their_start_are_said_to_be_too_short():
+    wide = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), (torch.ones(512, 512),)
+    small = layers(4), (torch.ones(8, 64),)
+    said_of = [
+        said(explained(*each, chunks=2, costs=costs), "What limits the speed")
+        for each, costs in ((wide, "analytic"), (small, "analytic"), (small, "measured"))
+    ]
+    assert ["these estimates are too short" in found for found in said_of] == [False, True, False]
+    assert 'chunks=2, costs="measured")' in said_of[1]
+
+
 def test_a_measured_step_is_said_beside_the_predicted_one():
     with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
         pipe.measure(X, rounds=1)
