@@ -49,7 +49,7 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, outside, recorders, state, symbolic
-from fxpipe.trace.errors import Refused, failure, may_be_the_models, suppressed
+from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -312,7 +312,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         + "\n".join(f"  {reason}" for reason in reasons)
         + "\nChange the model at the lines named, put what cannot be traced into a module of its "
         "own, which is then kept whole, or pass tracer=, a function (model, args, kwargs) -> "
-        "fx.GraphModule."
+        f"fx.GraphModule.{advice(reasons)}"
     ) from last
 
 

@@ -23,6 +23,14 @@ NEEDS_VALUES = "this line needs the values of a tensor, which are not known whil
 # What PyTorch says then: as_tensor() was given a proxy of fx, or a kernel a tensor without values.
 _SAID_OF_VALUES = "`__cuda_array_interface__` must be a dict", "its data is not allocated yet"
 
+# What Python says where the number in a tensor is made a number of Python's, or a text.
+_SAID_OF_NUMBERS = "float() argument must be", "int() argument must be", "unsupported format string"
+
+NUMBERS = (
+    " A number that is only shown or logged is best returned as a tensor, and made a number or a "
+    "text outside of the model."
+)
+
 GRADIENTS = "it computes gradients within its forward, which may have to go through several stages"
 
 
@@ -79,6 +87,12 @@ def sentence(error: BaseException) -> str:
 def failure(front_end: str, error: BaseException) -> str:
     """One line: which front end has failed, and :func:`sentence`."""
     return f"{front_end}: {sentence(error)}"
+
+
+def advice(reasons: list[str]) -> str:
+    """What to add to the message of these failures: a sentence, or nothing."""
+    is_of_numbers = any(said in reason for reason in reasons for said in _SAID_OF_NUMBERS)
+    return NUMBERS if is_of_numbers else ""
 
 
 def is_model_line(frame: traceback.FrameSummary) -> bool:

@@ -152,19 +152,21 @@ def _later_states(
     """The states in which the second and the third call find the model, and those of the
     ``changed`` attributes that the second call changes, too.
 
-    In these calls every row is the example's last row: an attribute that a call computes from its
-    input and keeps then differs from the example's.
+    In the first of these calls every row is the example's last row, in the second its first row: an
+    attribute that a call computes from its input and keeps then differs from the example's, and
+    from call to call.
     """
-    others = [
-        tensor if dim is None else tensor.narrow(dim, -1, 1).expand_as(tensor)
-        for tensor, dim in zip(tensors, example.batch_dims, strict=True)
-    ]
+    pairs = list(zip(tensors, example.batch_dims, strict=True))
     later: list[_Later] = []
     lasting: list[Unit] = []
     modules = list(example.model.modules())
     with untouched(example.model), torch.no_grad():
-        for _ in range(2):
+        for row in (-1, 0):
             before = State(example.model.modules())
+            others = [
+                tensor if dim is None else tensor.narrow(dim, row, 1).expand_as(tensor)
+                for tensor, dim in pairs
+            ]
             with parameters_put_back(example.model):
                 example.call([tensor.clone() for tensor in others])
             lasting = before.changed()

@@ -199,6 +199,30 @@ def test_what_nothing_depends_on_is_told_of_and_left_alone(tracer: str) -> None:
 
 
 @BOTH
+def test_a_number_that_each_call_computes_of_its_input_is_told_of(tracer: str) -> None:
+    class Logs(MLP):
+        norm: float
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm = x.detach().norm().item()
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"Logs sets norm in its forward \(at .*self.norm = x"):
+        trace(Logs(), (x(),), tracer=tracer)
+
+
+@pytest.mark.parametrize("said", [float, "{:.3f}".format], ids=["float", "format"])
+def test_a_number_that_is_made_for_people_is_to_be_returned_as_a_tensor(said) -> None:
+    class Says(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm = said(x.detach().norm().item())
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match="is best returned as a tensor"):
+        trace(Says(), (x(),))
+
+
+@BOTH
 def test_a_mask_that_is_made_once_and_kept_is_nothing_to_tell(tracer: str) -> None:
     class Masked(MLP):
         mask: Tensor | None = None
