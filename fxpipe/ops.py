@@ -290,8 +290,11 @@ def selective(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
 
 
 @_op
-def offloaded(stage: nn.Module, source: str, *args: Any) -> tuple[Any, Offload | None]:
-    """Run a stage, and move its activations from the source stream's device to the host's memory.
+def offloaded(
+    stage: nn.Module, source: str, share: float, *args: Any
+) -> tuple[Any, Offload | None]:
+    """Run a stage, and move its activations, or a share of their bytes, from the source stream's
+    device to the host's memory.
 
     Returns the stage's output, and a handle by which :func:`recompute` begins to bring them back.
 
@@ -301,7 +304,7 @@ def offloaded(stage: nn.Module, source: str, *args: Any) -> tuple[Any, Offload |
                    :
         saved tensors ..[link]. host ..[link]. saved tensors, for the backward
     """
-    return _checkpoint.offloaded(stage, source, *args)
+    return _checkpoint.offloaded(stage, source, share, *args)
 
 
 @_op
@@ -536,15 +539,15 @@ def replay(tape: Tape) -> None:
 
 
 @_op
-def offload(tape: Tape, source: str) -> None:
-    """Begin to move the activations of a tape from the source stream's device to the host's memory,
-    without waiting.
+def offload(tape: Tape, source: str, share: float) -> None:
+    """Begin to move the activations of a tape, or a share of their bytes, from the source stream's
+    device to the host's memory, without waiting.
 
     ::
 
         forward --- tape ..[source stream's link]. host
     """
-    _step.offload(tape, source)
+    _step.offload(tape, source, share)
 
 
 @_op

@@ -38,11 +38,11 @@ from fxpipe.schedule import (
     simulate_forwards,
 )
 from passes.common.modes import (
-    OFFLOAD,
     SELECTIVE,
     Modes,
     away,
     checkpointed,
+    moved,
     of_stages,
     offloaded,
     recomputed,
@@ -64,12 +64,13 @@ def estimated_costs(
     so in several ``segments``, all but the last segment wait until the backward has come to them,
     so that these count as part of the backward, as the average over the micro-batches. Where the
     results of products are kept, the forward that is run again is one without them. Of a stage
-    whose activations wait in the host's memory, a micro-batch moves its ``activation_bytes``.
+    whose activations wait in the host's memory, a micro-batch moves its ``activation_bytes``, or
+    the part of them that the mode says.
     """
     found, modes = [], of_stages(checkpoint, len(costs))
     parts = counts(segments, checkpoint, len(costs))
     for cost, mode, count in zip(costs, modes, parts, strict=True):
-        again, is_moved = recomputed(mode, chunks), mode == OFFLOAD
+        again, share = recomputed(mode, chunks), moved(mode)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         second = cost.selective_s / chunks if mode == SELECTIVE else forward
         last = second / count  # the segment that is recomputed ahead of the whole backward
@@ -78,9 +79,9 @@ def estimated_costs(
                 forward,
                 half + again * (second - last),
                 half,
-                recompute=0.0 if is_moved else last,
+                recompute=0.0 if share else last,
                 checkpointed=checkpointed(mode, chunks),
-                offloaded=cost.activation_bytes / chunks if is_moved else 0.0,
+                offloaded=share * cost.activation_bytes / chunks,
             )
         )
     return found
@@ -342,30 +343,44 @@ def step_memory(
         fixed[lane] += stage.fixed
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
-        replace(stage, inputs=0.0, recomputed=None) if i in hosts else stage
-        for i, stage in enumerate(stages)
+        _with_a_host(stage, moved(mode)) if moved(mode) else stage
+        for stage, mode in zip(stages, modes, strict=True)
     ]
-    # Results of products wait as inputs do. The second run uses them in place of its own, so that
-    # it adds so much less.
-    products = [
-        stage.products if mode == SELECTIVE else 0.0
+    # Results of products wait as inputs do, and so do activations that stay where others move. The
+    # second run uses them in place of its own, so that it adds so much less.
+    waiting = [
+        stage.products
+        if mode == SELECTIVE
+        else stage.activations * (1 - moved(mode))
+        if moved(mode)
+        else 0.0
         for stage, mode in zip(stages, modes, strict=True)
     ]
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
         checkpointed=[away(mode, chunks) for mode in modes],
-        inputs=[(stage.inputs + own) / chunks for stage, own in zip(stages, products, strict=True)],
+        inputs=[(stage.inputs + own) / chunks for stage, own in zip(stages, waiting, strict=True)],
         recomputed=[stage.activations_at_once / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,
         kept_inputs=[
-            0.0 if i in hosts else (stage.kept_inputs + own) / chunks
-            for i, (stage, own) in enumerate(zip(stages, products, strict=True))
+            (stage.kept_inputs * (i not in hosts) + own) / chunks
+            for i, (stage, own) in enumerate(zip(stages, waiting, strict=True))
         ],
         offloaded=hosts,
         running=_running(stages, chunks, loss),
     )
+
+
+def _with_a_host(stage: StageMemory, share: float) -> StageMemory:
+    """The memory of a stage that moves a share of its activations to the host. It keeps no inputs.
+    While its forward runs all of them are there, of which those that stay count as kept."""
+    workspace = stage.workspace
+    if workspace is not None:
+        stays = round(stage.activations * (1 - share))
+        workspace = replace(workspace, again=max(0, workspace.again - stays))
+    return replace(stage, inputs=0.0, recomputed=None, workspace=workspace)
 
 
 def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> WhileRunning | None:

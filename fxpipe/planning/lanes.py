@@ -44,7 +44,7 @@ from fxpipe.schedule.choice import AUTO
 from fxpipe.schedule.recomputation import recomputed_cells
 from passes.chain import Chain, ToStages, run
 from passes.common.modes import AUTO as AUTO_MODES
-from passes.common.modes import OFFLOAD, Modes, of_stages, plain
+from passes.common.modes import Modes, moved, of_stages, plain
 from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest, ways
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
@@ -233,7 +233,7 @@ class PlannedLanes:
             for modes, segments in self._all_ways
         ]
         if self.checkpoint == AUTO_MODES and not cut.devices[stage].host_bytes_per_s:
-            found = [(mode, number) for mode, number in found if mode != OFFLOAD]
+            found = [(mode, number) for mode, number in found if not moved(mode)]
         if is_open(self.checkpoint_segments, self.checkpoint):
             most = 1 if stage in self._recomputed else cut.most_segments(stage)
             found = [(mode, number) for mode, number in found if number <= most]

@@ -376,12 +376,12 @@ def replay(tape: Tape) -> None:
         rerun.again(tape.record_ends)
 
 
-def offload(tape: Tape, source: str) -> None:
-    """Begin to move the activations that the tape has recorded from the source stream's device to
-    the host's memory."""
+def offload(tape: Tape, source: str, share: float) -> None:
+    """Begin to move the activations that the tape has recorded, or a share of their bytes, from the
+    source stream's device to the host's memory."""
     device = device_of(source)
     if tape.moves is not None and device is not None:
-        tape.moves.out(device)
+        tape.moves.out(device, share)
 
 
 def reload(tape: Tape) -> None:

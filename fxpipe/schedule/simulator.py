@@ -140,6 +140,10 @@ class Run:
         elif action.kind is Kind.WEIGHT_GRAD:
             lacks = self._lacks_weight
         elif action.kind is Kind.RECOMPUTE:
+            # What comes back is given the memory of what has left, and the lane waits for that.
+            is_back = (action.stage, action.microbatch) in self._away
+            if is_back and self._leaving[self.world.placement[action.stage]]:
+                return False
             lacks = self._lacks_recomputation
         else:
             lacks = self._lacks_backward

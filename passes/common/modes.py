@@ -9,6 +9,7 @@
     except_last     again    again    again    keeps       whose backward follows at once
     always          again    again    again    again
     offload         moves    moves    moves    moves       unless its backward follows at once
+    offload 1/2     halves   move     of each  one
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
 activations, and is run again for the backward. "in part": it keeps the results of products, which
@@ -21,6 +22,7 @@ stage when it cuts the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from fxpipe.schedule import Memory, Schedule, peaks
 
@@ -30,6 +32,8 @@ MODES = ("never", SELECTIVE, "except_last", "always")
 MOVING = 2
 """How many micro-batches of a stage whose activations move to the host are on its device at one
 time: one that is computed, and one on its way."""
+PARTS = (f"{OFFLOAD} 1/4", f"{OFFLOAD} 1/2", f"{OFFLOAD} 3/4")
+"""The modes of which the compiler chooses one where a part of the activations moves."""
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
@@ -44,12 +48,29 @@ def modes_of(given: Modes) -> str | tuple[str, ...]:
     if isinstance(given, str) and given == AUTO:
         return given
     modes, known = [given] if isinstance(given, str) else given, (*MODES, OFFLOAD)
-    if not isinstance(modes, Sequence) or not modes or any(mode not in known for mode in modes):
+    if not isinstance(modes, Sequence) or not modes or not all(map(_is_known, modes)):
         raise ValueError(
-            f"checkpoint is {given!r}: give {', '.join(map(repr, known))}, a list with one of "
-            f"these for each stage, or {AUTO!r}"
+            f'checkpoint is {given!r}: give {", ".join(map(repr, known))}, "{OFFLOAD} 1/2" or '
+            f"another part, a list with one of these for each stage, or {AUTO!r}"
         )
     return given if isinstance(given, str) else tuple(given)
+
+
+def _is_known(mode: object) -> bool:
+    return isinstance(mode, str) and (mode in MODES or bool(moved(mode)))
+
+
+def moved(mode: str) -> float:
+    """The part of a stage's activations that waits in the host's memory: 1.0 for "offload", 0.5 for
+    "offload 1/2", and 0.0 for a mode that moves nothing."""
+    what, _, part = mode.partition(" ")
+    if what != OFFLOAD:
+        return 0.0
+    try:
+        share = float(Fraction(part or 1))
+    except (ValueError, ZeroDivisionError):
+        return 0.0
+    return share if 0 < share <= 1 else 0.0
 
 
 def of_stages(modes: Modes, stages: int) -> list[str]:
@@ -77,7 +98,7 @@ def choices(modes: Modes, has_host: bool = False, is_eager: bool = True) -> tupl
     if not (isinstance(modes, str) and modes == AUTO):
         return (modes,)
     never, selective, *others = MODES
-    return (never, *[OFFLOAD] * has_host, *[selective] * is_eager, *others)
+    return (never, *(*PARTS, OFFLOAD) * has_host, *[selective] * is_eager, *others)
 
 
 def listed(modes: Modes) -> Sequence[str]:
@@ -102,13 +123,13 @@ def is_never(modes: Modes) -> bool:
 
 def is_recomputed(mode: str) -> bool:
     """Whether a stage of this mode runs some forwards again."""
-    return mode not in ("never", OFFLOAD)
+    return mode != "never" and not moved(mode)
 
 
 def offloaded(modes: Modes, stages: int) -> frozenset[int]:
     """The stages whose activations wait in the host's memory."""
     found = enumerate(of_stages(modes, stages))
-    return frozenset(stage for stage, mode in found if mode == OFFLOAD)
+    return frozenset(stage for stage, mode in found if moved(mode))
 
 
 def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
@@ -122,19 +143,19 @@ def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
 def recomputed(mode: str, chunks: int) -> float:
     """The part of a mini-batch's micro-batches whose forward a mode runs a second time, from 0.0 to
     1.0; "selective" without its products."""
-    return 0.0 if mode == OFFLOAD else checkpointed(mode, chunks) / chunks
+    return 0.0 if moved(mode) else checkpointed(mode, chunks) / chunks
 
 
 def recomputing_less(mode: str) -> tuple[str, ...]:
     """The modes that recompute less than this one does; "never" in place of "offload"."""
-    return MODES[: 1 if mode == OFFLOAD else MODES.index(mode)]
+    return MODES[: 1 if moved(mode) else MODES.index(mode)]
 
 
 def milder(modes: Modes) -> tuple[str, ...]:
     """The modes that, given for all stages, compute more again than these modes do at some stage,
     and less at none; so they mostly need less memory. There are none for "auto", which tries all of
     them, nor where activations wait in the host's memory."""
-    if modes == AUTO or OFFLOAD in listed(modes):
+    if modes == AUTO or any(map(moved, listed(modes))):
         return ()
     given = [MODES.index(mode) for mode in listed(modes)]
     return tuple(
@@ -152,7 +173,7 @@ def checkpointed(mode: str, chunks: int) -> int:
 def away(mode: str, chunks: int) -> int:
     """How many of ``chunks`` micro-batches have no activations on the device between their forward
     and their backward: these are the first ones. They are run again, or on the host."""
-    return chunks if mode == OFFLOAD else checkpointed(mode, chunks)
+    return chunks if moved(mode) else checkpointed(mode, chunks)
 
 
 def alive(
@@ -170,17 +191,28 @@ def alive(
         segments: in how many segments each stage is recomputed, one at a time; None: in one. They
             are taken to be equal, each with inputs as large as those of the stage.
     """
-    again = [away(mode, chunks) for mode in of_stages(modes, stages)]
+    own_modes = of_stages(modes, stages)
+    again, shares = [away(mode, chunks) for mode in own_modes], list(map(moved, own_modes))
     hosts = offloaded(modes, stages)
     numbers = [0 if i in hosts else n for i, n in enumerate(segments or [1] * stages)]
     parts = [1 / number if number else min(MOVING, chunks) for number in numbers]
     if order is None:
         held = [chunks - n + (n > 0) * part for n, part in zip(again, parts, strict=True)]
+        held = [_partly(own, chunks, share) for own, share in zip(held, shares, strict=True)]
         return held, [float(n * number) for n, number in zip(again, numbers, strict=True)]
     ones, zeros = [1.0] * stages, [0.0] * stages
     held = list(peaks(order, Memory(ones, checkpointed=again, recomputed=parts)).stages)
     of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=numbers))
     if hosts:  # a schedule that has fewer under way at once needs no more than these
         kept = peaks(order, Memory(ones)).stages
-        held = [min(own, kept[i]) if i in hosts else own for i, own in enumerate(held)]
+        held = [
+            _partly(min(own, kept[i]), kept[i], shares[i]) if i in hosts else own
+            for i, own in enumerate(held)
+        ]
     return held, list(of_inputs.stages)
+
+
+def _partly(held: float, kept: float, share: float) -> float:
+    """How many micro-batches a stage holds of which it moves a share, and keeps the rest: it would
+    hold ``held`` if it moved all, and ``kept`` if it moved none."""
+    return share * held + (1 - share) * kept if share else held

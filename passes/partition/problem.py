@@ -37,7 +37,7 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import AUTO, OFFLOAD, SELECTIVE, Modes, alive, of_stages, recomputed
+from passes.common.modes import AUTO, SELECTIVE, Modes, alive, moved, of_stages, recomputed
 from passes.common.segments import Segments, counts, ways
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
@@ -167,16 +167,14 @@ def machine(
         parts = counts(numbers, modes, k)
         own = of_stages(modes, k)
         if checkpoint == AUTO:  # where there is no memory of the host, nothing moves
-            own = [
-                "never" if mode == OFFLOAD and not hosts[i] else mode for i, mode in enumerate(own)
-            ]
+            own = ["never" if moved(mode) and not hosts[i] else mode for i, mode in enumerate(own)]
         held, received = (np.asarray(n) / chunks for n in alive(own, chunks, k, order, parts))
-        moved = np.array([float(mode == OFFLOAD) for mode in own])
+        moving = np.array([moved(mode) for mode in own])
         is_selective = np.array([float(mode == SELECTIVE) for mode in own])
         again = np.array([recomputed(mode, chunks) for mode in own]) - is_selective
         _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
         products = is_selective * np.asarray(under_way) / chunks
-        found.append(Way(held, received, again, moved, is_selective, products))
+        found.append(Way(held, received, again, moving, is_selective, products))
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found))
     where = np.arange(k) if placement is None else np.asarray(placement)

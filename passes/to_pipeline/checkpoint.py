@@ -36,7 +36,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import DEVICE, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
-from passes.common.modes import OFFLOAD, SELECTIVE, Modes, is_checkpointed, modes_of, of_stages
+from passes.common.modes import SELECTIVE, Modes, is_checkpointed, modes_of, moved, of_stages
 from passes.common.segments import Segments, counts, segments_of
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
@@ -49,7 +49,8 @@ class Checkpoint:
     Args:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
             last micro-batch, whose backward follows its forward at once ("except_last"). "offload":
-            all but these have their activations on the host. "selective": all, with the results of
+            all but these have their activations on the host, or a part of them ("offload 1/2").
+            "selective": all, with the results of
             their products. Or one of these for each stage.
         segments: the number of segments that a checkpointed stage is cut into, each checkpointed by
             itself; or the number of each stage.
@@ -73,7 +74,7 @@ class Checkpoint:
         modes, segments = of_stages(self.mode, stages), counts(self.segments, self.mode, stages)
         for cell, nodes in found.items():
             mode = modes[cell[1]]
-            is_offloaded = mode == OFFLOAD and cell[0] < chunks - 1
+            is_offloaded = moved(mode) > 0 and cell[0] < chunks - 1
             if is_offloaded or is_checkpointed(mode, cell[0], chunks):
                 self._checkpoint(gm, cell, nodes, segments[cell[1]], mode)
         return sweep(gm)
@@ -90,8 +91,8 @@ class Checkpoint:
         writer = Writer(cell, after=call)
         if segments == 1:
             path = str(call.target)
-            if mode == OFFLOAD:
-                output, handle = _offload(writer, path, call.args, like=call)
+            if moved(mode):
+                output, handle = _offload(writer, path, moved(mode), call.args, like=call)
             else:
                 output, handle = _run(writer, path, call.args, call, mode)
             call.replace_all_uses_with(output)
@@ -122,14 +123,16 @@ def _run(
 
 
 def _offload(
-    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
+    writer: Writer, target: str, share: float, args: tuple[Any, ...], like: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
-    """Add a call of the module at the path ``target`` whose activations move to the host.
+    """Add a call of the module at the path ``target``, of whose activations a share moves to the
+    host.
 
     Returns the node of its output, and that of the handle by which they come back.
     """
     stream = stream_name(like.meta[DEVICE], COMPUTE)
-    pair = writer.call(ops.offloaded, (writer.attribute(target), stream, *args), "offloaded")
+    given = writer.attribute(target), stream, share, *args
+    pair = writer.call(ops.offloaded, given, "offloaded")
     output = writer.item(pair, 0, like=like)
     return output, writer.call(operator.getitem, (pair, 1), "handle")
 

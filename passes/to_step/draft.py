@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxpipe.ir.graph import ACTION, FIRST, TURN
 from fxpipe.schedule import Action, Kind
 from fxpipe.schedule.recomputation import recomputed_cells
-from passes.common.modes import OFFLOAD, SELECTIVE, Modes, is_checkpointed, of_stages
+from passes.common.modes import SELECTIVE, Modes, is_checkpointed, moved, of_stages
 from passes.to_step.caller import Caller
 from passes.to_step.flows import Flows
 from passes.to_step.nodes import Nodes
@@ -128,7 +128,11 @@ class Draft:
     def is_offloaded(self, at: Action) -> bool:
         """Whether the activations of an action's stage and micro-batch go to the host: those that
         the schedule brings back. The others stay, as their backward follows at once."""
-        return self._modes[at.stage] == OFFLOAD and (at.stage, at.microbatch) in self._brought_back
+        return bool(self.moved(at)) and (at.stage, at.microbatch) in self._brought_back
+
+    def moved(self, at: Action) -> float:
+        """The part of the activations of an action's stage that goes to the host."""
+        return moved(self._modes[at.stage])
 
     @cached_property
     def _brought_back(self) -> frozenset[tuple[int, int]]:

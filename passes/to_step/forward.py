@@ -56,7 +56,8 @@ def write_forward(draft: Draft, at: Action) -> None:
 def write_offload(draft: Draft, at: Action) -> None:
     """Let the activations of an action's stage and micro-batch leave for the host."""
     tape = draft.cell(at.stage, at.microbatch).tape
-    draft.nodes.call(ops.offload, (tape, draft.nodes.stream(at.stage, COMPUTE)), "offload", at)
+    args = tape, draft.nodes.stream(at.stage, COMPUTE), draft.moved(at)
+    draft.nodes.call(ops.offload, args, "offload", at)
 
 
 def _checkpoint(draft: Draft, at: Action) -> bool | str:

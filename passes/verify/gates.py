@@ -69,7 +69,7 @@ def _checkpoint(visit: Visit, node: fx.Node) -> Any:
 
 @rule(ops.offloaded)
 def _offloaded(visit: Visit, node: fx.Node) -> Any:
-    module, _, *args = node.args
+    module, _, _, *args = node.args
     assert isinstance(module, fx.Node)
     return run_stage(visit, node, str(module.target), args), KnownHandle(node)
 

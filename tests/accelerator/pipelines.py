@@ -73,7 +73,9 @@ def however_small(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.checkpointing.offload.SMALL", 1)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "selective", "offload"])
+@pytest.mark.parametrize(
+    "checkpoint", ["never", "except_last", "selective", "offload", "offload 1/2"]
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("however_small")
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint):

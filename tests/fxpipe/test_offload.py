@@ -65,9 +65,39 @@ def test_steps_of_any_schedule_give_the_bits_of_those_that_keep_all(schedule):
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
-@pytest.mark.parametrize("mode", ["offload", ["offload", "always"], ["never", "offload"]])
+@pytest.mark.parametrize(
+    "mode", ["offload", ["offload", "always"], ["never", "offload"], ["offload 1/2", "offload 2/3"]]
+)
 def test_each_stage_may_have_its_own_mode(name, mode):
     assert same(stepped(name, "gpipe", "never")[0], stepped(name, "gpipe", mode)[0])
+
+
+def test_of_a_part_that_moves_so_many_bytes_are_on_the_host():
+    """A stage saves its input and two outputs of tanh, all of one size, so that parts are exact."""
+    model = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.Tanh())))
+    x, sent = torch.randn(32, 64), dict[str, int]()
+    for mode in ("offload", "offload 1/3", "offload 2/3"):
+        moved = []
+        with (
+            mock.patch.object(offload.Block, "send", counting(moved)),
+            fxpipe.compile(model, ["cpu"] * 2, chunks=4, checkpoint=mode, partition=["4"]) as pipe,
+        ):
+            pipe(x).sum().backward()
+        sent[mode] = sum(moved)
+    assert sent["offload"]
+    assert sent["offload 1/3"] * 3 == sent["offload"]
+    assert sent["offload 2/3"] * 3 == sent["offload"] * 2
+
+
+def counting(moved):
+    """``Block.send``, which notes the bytes in a list."""
+    send = offload.Block.send
+
+    def counted(block, link):
+        moved.append(block.size)
+        send(block, link)
+
+    return counted
 
 
 def test_uneven_micro_batches_and_fewer_of_them():

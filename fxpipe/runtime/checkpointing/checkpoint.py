@@ -158,9 +158,12 @@ class _Recompute(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def offloaded(module: nn.Module, source: str, *args: Any) -> tuple[Any, Offload | None]:
-    """Call a module, and move what it saves for its backward from the source stream's device to the
-    host. Returns the output, and the handle for :func:`recompute` (None for a plain call)."""
+def offloaded(
+    module: nn.Module, source: str, share: float, *args: Any
+) -> tuple[Any, Offload | None]:
+    """Call a module, and move what it saves for its backward, or a share of that, from the source
+    stream's device to the host. Returns the output, and the handle for :func:`recompute` (None for
+    a plain call)."""
     # Its forward is called, and not the module: fx prints errors in a call of a module to stderr.
     device = device_of(source)
     if device is None or _is_plain(args):
@@ -168,7 +171,7 @@ def offloaded(module: nn.Module, source: str, *args: Any) -> tuple[Any, Offload 
     handle = Offload(module, args)
     with handle.saving():
         output = module.forward(*args)
-    handle.out(device)
+    handle.out(device, share)
     return output, handle
 
 

@@ -193,10 +193,11 @@ class Offload:
             and memory_of(tensor) not in self._lasting
         )
 
-    def out(self, device: torch.device) -> None:
-        """Begin to move to the host what has been saved on a device, where the call computes."""
+    def out(self, device: torch.device, share: float = 1.0) -> None:
+        """Begin to move to the host what has been saved on a device, where the call computes, or a
+        share of these bytes: what has been saved first, since the backward needs it last."""
         slots, self._slots = _living(self._slots), []
-        blocks = list(_blocks(slots, device))
+        blocks = list(_blocks(slots, device, share))
         self._blocks += map(weakref.ref, blocks)
         computing, (leaving, _) = _computing(device), link(device, _HOST)
         if computing is not None and leaving is not None:
@@ -250,26 +251,31 @@ def _living(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [each for ref in refs if (each := ref()) is not None]
 
 
-def _blocks(slots: Iterable[HostSlot], device: torch.device) -> Iterator[Block]:
-    """Blocks with the bytes of all tensors that move; each tensor is in one of them then. One that
-    has been written to since it was saved stays, and is refused when the backward asks for it."""
+def _blocks(slots: Iterable[HostSlot], device: torch.device, share: float) -> Iterator[Block]:
+    """Blocks with the bytes of tensors that move, as many as come nearest to a share of all; each
+    tensor is in one of them then. One that has been written to since it was saved stays, and is
+    refused when the backward asks for it."""
     memories: dict[int, list[tuple[int, int, HostSlot]]] = {}
     for slot in slots:
         tensor = slot.tensor
         if tensor is not None and _is_on(tensor, device) and version_in(tensor) == slot.version:
             begin, end = _span(tensor)
             memories.setdefault(memory_of(tensor), []).append((begin, end, slot))
-    for spans in memories.values():
-        for begin, end, own in _merged(spans):
-            if end - begin >= SMALL:
-                (tensor, *_) = (slot.tensor for slot in own)
-                assert tensor is not None
-                bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                bytes_of.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
-                block = Block(bytes_of)
-                for slot in own:
-                    slot.put_into(block, begin)
-                yield block
+    merged = [span for spans in memories.values() for span in _merged(spans)]
+    movable = [span for span in merged if span[1] - span[0] >= SMALL]
+    left = share * sum(end - begin for begin, end, _ in movable)
+    for begin, end, own in movable:
+        if left < (end - begin) / 2:
+            return
+        left -= end - begin
+        (tensor, *_) = (slot.tensor for slot in own)
+        assert tensor is not None
+        bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        bytes_of.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+        block = Block(bytes_of)
+        for slot in own:
+            slot.put_into(block, begin)
+        yield block
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

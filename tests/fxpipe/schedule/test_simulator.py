@@ -312,6 +312,13 @@ def test_no_forward_begins_while_two_micro_batches_are_still_leaving():
     assert starts == [0, 1, 4, 7], "0F0 has left after 4 s, 0F1 after 7"
 
 
+def test_what_comes_back_waits_until_what_leaves_has_left_since_it_is_given_its_memory():
+    timeline = offloading(3, "0F0 0F1 0F2 0R0 0B0 0B1 0B2")
+    # 0F2 begins after 4 s, when 0F0's are on the host, and its own are there after 10.
+    assert moves(timeline)[2] == ("activations of 0F2, to the host", 7, 10)
+    assert moves(timeline)[3] == ("activations of 0R0, back from the host", 10, 13)
+
+
 def test_what_leaves_is_held_until_the_next_move_and_what_comes_from_the_reload_on():
     memory = Memory([1.0], checkpointed=3, offloaded={0})
     timeline = offloading(0.5, memory=memory)

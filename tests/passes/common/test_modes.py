@@ -8,6 +8,7 @@ from fxpipe.schedule import named
 from passes.common.modes import (
     MODES,
     OFFLOAD,
+    PARTS,
     alive,
     away,
     choices,
@@ -15,6 +16,7 @@ from passes.common.modes import (
     is_never,
     milder,
     modes_of,
+    moved,
     of_stages,
     offloaded,
     recomputed,
@@ -48,12 +50,14 @@ def test_all_stages_have_one_mode_or_each_has_its_own():
 
 
 @pytest.mark.parametrize(
-    "given", ["sometimes", ["never", "sometimes"], [], None, 1, ["never", None]]
+    "given",
+    ["sometimes", ["never", "sometimes"], [], None, 1, ["never", None]]
+    + [f"offload {part}" for part in ("0", "3/2", "-1/2", "half", "1/0")],
 )
 def test_other_modes_are_refused(given):
     with pytest.raises(
         ValueError,
-        match=r"checkpoint is .*: give 'never', 'selective', 'except_last', 'always', 'offload', a",
+        match=r"checkpoint is .*: give 'never', .*, 'offload', .offload 1/2. or another part, a list",
     ):
         modes_of(given)
 
@@ -85,7 +89,7 @@ def test_a_stage_whose_activations_are_on_the_host_recomputes_nothing():
 
 def test_the_host_is_a_way_out_only_where_there_is_one():
     assert choices("auto") == MODES
-    assert choices("auto", has_host=True) == ("never", OFFLOAD, *MODES[1:])
+    assert choices("auto", has_host=True) == ("never", *PARTS, OFFLOAD, *MODES[1:])
     assert choices("auto", is_eager=False) == ("never", "except_last", "always")
     assert choices("always", has_host=True) == ("always",)
 
@@ -94,6 +98,14 @@ def test_the_host_is_a_way_out_only_where_there_is_one():
 def test_of_activations_that_move_two_micro_batches_are_on_the_device(order):
     assert alive(OFFLOAD, 4, 2, order) == ([2, 2], [0, 0])
     assert alive(OFFLOAD, 1, 2) == ([1, 1], [0, 0])
+
+
+@pytest.mark.parametrize("order", [None, named("gpipe", lanes=2, microbatches=4)])
+def test_of_activations_of_which_a_part_moves_the_rest_is_on_the_device(order):
+    assert [moved(mode) for mode in ("offload", "offload 1/4", "never")] == [1.0, 0.25, 0.0]
+    assert modes_of(("offload 1/4", "never")) == ("offload 1/4", "never")
+    assert alive("offload 1/4", 4, 2, order) == ([0.25 * 2 + 0.75 * 4] * 2, [0, 0])
+    assert away("offload 1/4", 4) == 4 and offloaded(["offload 1/4", "never"], 2) == {0}
 
 
 def test_where_fewer_are_alive_none_is_gained_by_moving_them():

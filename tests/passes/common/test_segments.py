@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.common.modes import MODES
+from passes.common.modes import MODES, PARTS
 from passes.common.segments import NUMBERS, counts, in_words, is_open, segments_of, simplest, ways
 
 
@@ -72,7 +72,8 @@ def test_a_stage_may_choose_each_mode_with_each_number_but_one_that_keeps_all_ha
         *(("except_last", number) for number in NUMBERS),
         *(("always", number) for number in NUMBERS),
     ]
-    assert ways("auto", "auto", has_host=True) == [found[0], ("offload", 1), *found[1:]]
+    moving = [(mode, 1) for mode in (*PARTS, "offload")]
+    assert ways("auto", "auto", has_host=True) == [found[0], *moving, *found[1:]]
     assert ways("auto", 3) == [(mode, 3) for mode in MODES]
     assert ("selective", 3) not in ways("auto", 3, is_eager=False)
     assert ways("always", 3) == [("always", 3)]

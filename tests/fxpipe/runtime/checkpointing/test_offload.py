@@ -35,7 +35,7 @@ def blocks_of(handle):
 
 def moved(module, x):
     """The output, and the handle, of a call whose saved tensors are on the host."""
-    output, handle = offloaded(module, "cpu/compute", x)
+    output, handle = offloaded(module, "cpu/compute", 1.0, x)
     return output, handle
 
 
@@ -155,7 +155,7 @@ def test_parameters_buffers_and_small_tensors_stay():
 
     small = torch.randn(2, WIDTH, requires_grad=True)
     given = nn.Parameter(torch.randn(2, WIDTH))
-    output, handle = offloaded(Scaled(), "cpu/compute", small, given)
+    output, handle = offloaded(Scaled(), "cpu/compute", 1.0, small, given)
     (block,) = blocks_of(handle)  # the weight times the scale, which is an activation
     assert block.size == WIDTH * WIDTH * 4
     output.sum().backward()
