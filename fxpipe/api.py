@@ -97,8 +97,8 @@ def compile(
             seconds by name. "auto": measured on accelerators if there are example inputs.
         checkpoint: which micro-batches recompute their activations: "never", "always",
             "except_last"; "selective": all, but for products; "offload": activations wait in the
-            host's memory, or a part of them ("offload 1/2"); a list of these for each stage; or
-            "auto": what fits, and is fastest.
+            host's memory; a part of each stage ("always 1/2", "offload 1/2"); a list of these for
+            each stage; or "auto": what fits, and is fastest.
         checkpoint_segments: a checkpointed stage is recomputed in so many parts, one at a time; a
             list with one number for each stage; or "auto": more than one where nothing fits
             otherwise. None: "auto" with ``checkpoint="auto"``, else 1.

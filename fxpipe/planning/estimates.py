@@ -46,6 +46,7 @@ from passes.common.modes import (
     of_stages,
     offloaded,
     recomputed,
+    run_again,
 )
 from passes.common.segments import Segments, counts
 from passes.common.skips import Hop, SkipLayout
@@ -73,7 +74,8 @@ def estimated_costs(
         again, share = recomputed(mode, chunks), moved(mode)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         second = cost.selective_s / chunks if mode == SELECTIVE else forward
-        last = second / count  # the segment that is recomputed ahead of the whole backward
+        # The segment that is recomputed ahead of the whole backward, unless the last one is kept.
+        last = second / count if run_again(mode, count) == count else 0.0
         found.append(
             StageCost(
                 forward,
@@ -201,6 +203,7 @@ class StageMemory:
             None: all of them, as the stage has one segment.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
             keep in place of the saved tensors.
+        kept: the activations of those segments that are never run again, for a whole mini-batch.
         products: the results of products for a whole mini-batch, which they keep as well if they
             are recomputed with these.
         workspace: what the stage needs only while it runs; None if that is not known.
@@ -218,6 +221,7 @@ class StageMemory:
     joined: float = 0.0
     recomputed: float | None = None
     products: float = 0.0
+    kept: float = 0.0
 
     @property
     def activations_at_once(self) -> float:
@@ -308,7 +312,9 @@ def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict
 
 def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMemory:
     """The memory of a stage that is recomputed in segments: of a micro-batch that is recomputed it
-    keeps the inputs of all of them, and recomputes the activations of one segment at a time.
+    keeps the inputs of all of them, and recomputes the activations of one segment at a time. Of a
+    stage that is run again in part, it keeps the activations of its last segments, whose backward
+    comes first.
 
     Args:
         mode: which micro-batches are recomputed.
@@ -316,9 +322,11 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
     """
     received: dict[fx.Node, None] = {}
     largest, workspace = -1, StageWorkspace()
-    for call in parts.graph.find_nodes(op="call_module"):
+    calls = parts.graph.find_nodes(op="call_module")
+    inside = [attribute(parts, str(call.target)).graph.nodes for call in calls]
+    number = run_again(mode, len(calls))
+    for call, nodes in zip(calls[:number], inside, strict=False):
         received.update(dict.fromkeys(call.all_input_nodes))
-        nodes = attribute(parts, str(call.target)).graph.nodes
         activations = cost_of(nodes).activation_bytes
         if activations > largest:
             largest, workspace = activations, workspace_of([n for n in nodes if is_work(n)])
@@ -326,7 +334,28 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
         # The last micro-batch goes through the stage as if it were whole, the others by segments.
         workspace = workspace.or_more(stage.workspace)
     inputs = sum(map(batch_bytes, received))
-    return replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
+    last = [node for nodes in inside[number:] for node in nodes if is_work(node)]
+    kept = cost_of(last).activation_bytes
+    if not last:
+        return replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
+    # What the last segments keep counts as there all the time. It is not there yet while an earlier
+    # segment runs forward, and no more in the backward of that one.
+    at_once = max(largest, kept + workspace.kept_inputs)
+    workspace = replace(
+        workspace,
+        again=max(0, workspace.again - kept),
+        backward=max(0, workspace.backward - (at_once - largest)),
+    )
+    later = 0
+    for nodes in reversed(inside[number:]):
+        own = workspace_of([node for node in nodes if is_work(node)])
+        forward = max(0, own.forward - later)
+        backward = max(0, own.backward - later)
+        workspace = workspace.or_more(
+            replace(own, forward=forward, again=forward, backward=backward)
+        )
+        later += cost_of(nodes).activation_bytes
+    return replace(stage, inputs=inputs, recomputed=at_once, workspace=workspace, kept=kept)
 
 
 def step_memory(
@@ -353,7 +382,7 @@ def step_memory(
         if mode == SELECTIVE
         else stage.activations * (1 - moved(mode))
         if moved(mode)
-        else 0.0
+        else stage.kept
         for stage, mode in zip(stages, modes, strict=True)
     ]
     return Memory(

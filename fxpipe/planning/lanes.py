@@ -294,7 +294,8 @@ class PlannedLanes:
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once, host=host_links(self.specs))
         if order is None:
-            order = self._ordered(costs, links, memory, cut.reserve, segments == 1)
+            are_whole = all(number == 1 for _, number in ways)
+            order = self._ordered(costs, links, memory, cut.reserve, are_whole)
         else:  # segments are recomputed right ahead of their own backward
             again = enumerate(zip(memory.again(len(costs)), ways, strict=True))
             order = order.recomputing(

@@ -10,6 +10,7 @@
     always          again    again    again    again
     offload         moves    moves    moves    moves       unless its backward follows at once
     offload 1/2     halves   move     of each  one
+    always 1/2      halves   again    of each  one
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
 activations, and is run again for the backward. "in part": it keeps the results of products, which
@@ -23,17 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 
 from fxpipe.schedule import Memory, Schedule, peaks
 
-SELECTIVE, OFFLOAD = "selective", "offload"
-MODES = ("never", SELECTIVE, "except_last", "always")
+SELECTIVE, ALWAYS, OFFLOAD = "selective", "always", "offload"
+MODES = ("never", SELECTIVE, "except_last", ALWAYS)
 """The modes by what they recompute: nothing, what takes little time, nearly all, all."""
 MOVING = 2
 """How many micro-batches of a stage whose activations move to the host are on its device at one
 time: one that is computed, and one on its way."""
-PARTS = (f"{OFFLOAD} 1/4", f"{OFFLOAD} 1/2", f"{OFFLOAD} 3/4")
-"""The modes of which the compiler chooses one where a part of the activations moves."""
+SHARES = "1/4", "1/2", "3/4"
+"""The parts of a stage among which the compiler chooses, where a part of it moves or runs again."""
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
@@ -50,27 +52,52 @@ def modes_of(given: Modes) -> str | tuple[str, ...]:
     modes, known = [given] if isinstance(given, str) else given, (*MODES, OFFLOAD)
     if not isinstance(modes, Sequence) or not modes or not all(map(_is_known, modes)):
         raise ValueError(
-            f'checkpoint is {given!r}: give {", ".join(map(repr, known))}, "{OFFLOAD} 1/2" or '
-            f"another part, a list with one of these for each stage, or {AUTO!r}"
+            f'checkpoint is {given!r}: give {", ".join(map(repr, known))}, "{ALWAYS} 1/2", '
+            f'"{OFFLOAD} 1/2" or another part, a list with one of these for each stage, or {AUTO!r}'
         )
     return given if isinstance(given, str) else tuple(given)
 
 
 def _is_known(mode: object) -> bool:
-    return isinstance(mode, str) and (mode in MODES or bool(moved(mode)))
+    return isinstance(mode, str) and (mode in MODES or bool(moved(mode) or again(mode)))
 
 
 def moved(mode: str) -> float:
     """The part of a stage's activations that waits in the host's memory: 1.0 for "offload", 0.5 for
     "offload 1/2", and 0.0 for a mode that moves nothing."""
-    what, _, part = mode.partition(" ")
-    if what != OFFLOAD:
-        return 0.0
+    return float(_part(mode, OFFLOAD))
+
+
+def again(mode: str) -> Fraction:
+    """The part of a stage that is run again for each micro-batch: 1 for "always", 1/2 for
+    "always 1/2", and 0 for another mode. Its first segments are, and the others keep their
+    activations."""
+    return _part(mode, ALWAYS)
+
+
+@cache
+def _part(mode: str, what: str) -> Fraction:
+    kind, _, part = mode.partition(" ")
+    if kind != what:
+        return Fraction(0)
     try:
-        share = float(Fraction(part or 1))
+        share = Fraction(part or 1)
     except (ValueError, ZeroDivisionError):
-        return 0.0
-    return share if 0 < share <= 1 else 0.0
+        return Fraction(0)
+    return share if 0 < share <= 1 else Fraction(0)
+
+
+def run_again(mode: str, segments: int) -> int:
+    """How many of a stage's segments are run again if the stage is checkpointed: the first ones."""
+    share = again(mode)
+    return max(1, round(share * segments)) if share else segments
+
+
+def of_segment(mode: str, index: int, segments: int) -> str:
+    """The mode of one of a stage's segments."""
+    if again(mode) in (0, 1):
+        return mode
+    return ALWAYS if index < run_again(mode, segments) else "never"
 
 
 def of_stages(modes: Modes, stages: int) -> list[str]:
@@ -97,8 +124,10 @@ def choices(modes: Modes, has_host: bool = False, is_eager: bool = True) -> tupl
     """
     if not (isinstance(modes, str) and modes == AUTO):
         return (modes,)
-    never, selective, *others = MODES
-    return (never, *(*PARTS, OFFLOAD) * has_host, *[selective] * is_eager, *others)
+    never, selective, except_last, always = MODES
+    moving = (*(f"{OFFLOAD} {share}" for share in SHARES), OFFLOAD)
+    parts = (f"{ALWAYS} {share}" for share in SHARES)
+    return (never, *moving * has_host, *[selective] * is_eager, *parts, except_last, always)
 
 
 def listed(modes: Modes) -> Sequence[str]:
@@ -137,18 +166,25 @@ def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
     forward is run again."""
     if mode == "except_last":
         return microbatch < chunks - 1
-    return mode in ("always", SELECTIVE)
+    return mode == SELECTIVE or again(mode) > 0
 
 
 def recomputed(mode: str, chunks: int) -> float:
-    """The part of a mini-batch's micro-batches whose forward a mode runs a second time, from 0.0 to
-    1.0; "selective" without its products."""
-    return 0.0 if moved(mode) else checkpointed(mode, chunks) / chunks
+    """The part of a mini-batch's forward that a mode runs a second time, from 0.0 to 1.0;
+    "selective" without its products."""
+    if moved(mode):
+        return 0.0
+    return float(again(mode)) if again(mode) else checkpointed(mode, chunks) / chunks
 
 
 def recomputing_less(mode: str) -> tuple[str, ...]:
     """The modes that recompute less than this one does; "never" in place of "offload"."""
-    return MODES[: 1 if moved(mode) else MODES.index(mode)]
+    return MODES[: 1 if moved(mode) else _rank(mode)]
+
+
+def _rank(mode: str) -> int:
+    """The place of a mode among :data:`MODES`; a part is at the place of the whole."""
+    return MODES.index(ALWAYS if again(mode) else mode)
 
 
 def milder(modes: Modes) -> tuple[str, ...]:
@@ -157,7 +193,7 @@ def milder(modes: Modes) -> tuple[str, ...]:
     them, nor where activations wait in the host's memory."""
     if modes == AUTO or any(map(moved, listed(modes))):
         return ()
-    given = [MODES.index(mode) for mode in listed(modes)]
+    given = [_rank(mode) - (0 < again(mode) < 1) / 2 for mode in listed(modes)]
     return tuple(
         mode
         for i, mode in enumerate(MODES)
@@ -191,28 +227,26 @@ def alive(
         segments: in how many segments each stage is recomputed, one at a time; None: in one. They
             are taken to be equal, each with inputs as large as those of the stage.
     """
-    own_modes = of_stages(modes, stages)
-    again, shares = [away(mode, chunks) for mode in own_modes], list(map(moved, own_modes))
-    hosts = offloaded(modes, stages)
-    numbers = [0 if i in hosts else n for i, n in enumerate(segments or [1] * stages)]
+    own_modes, hosts = of_stages(modes, stages), offloaded(modes, stages)
+    gone = [away(mode, chunks) for mode in own_modes]
+    shares = [float(moved(mode) or again(mode)) for mode in own_modes]  # what is away of these
+    counts = segments or [1] * stages
+    numbers = [
+        0 if i in hosts else run_again(own_modes[i], count) for i, count in enumerate(counts)
+    ]
     parts = [1 / number if number else min(MOVING, chunks) for number in numbers]
-    if order is None:
-        held = [chunks - n + (n > 0) * part for n, part in zip(again, parts, strict=True)]
-        held = [_partly(own, chunks, share) for own, share in zip(held, shares, strict=True)]
-        return held, [float(n * number) for n, number in zip(again, numbers, strict=True)]
     ones, zeros = [1.0] * stages, [0.0] * stages
-    held = list(peaks(order, Memory(ones, checkpointed=again, recomputed=parts)).stages)
-    of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=numbers))
-    if hosts:  # a schedule that has fewer under way at once needs no more than these
-        kept = peaks(order, Memory(ones)).stages
-        held = [
-            _partly(min(own, kept[i]), kept[i], shares[i]) if i in hosts else own
-            for i, own in enumerate(held)
-        ]
-    return held, list(of_inputs.stages)
-
-
-def _partly(held: float, kept: float, share: float) -> float:
-    """How many micro-batches a stage holds of which it moves a share, and keeps the rest: it would
-    hold ``held`` if it moved all, and ``kept`` if it moved none."""
-    return share * held + (1 - share) * kept if share else held
+    if order is None:
+        kept = [float(chunks)] * stages
+        held = [chunks - n + (n > 0) * part for n, part in zip(gone, parts, strict=True)]
+        inputs = [float(n * number) for n, number in zip(gone, numbers, strict=True)]
+    else:
+        kept = list(peaks(order, Memory(ones)).stages)
+        held = list(peaks(order, Memory(ones, checkpointed=gone, recomputed=parts)).stages)
+        inputs = list(peaks(order, Memory(zeros, checkpointed=gone, inputs=numbers)).stages)
+    for i, share in enumerate(shares):
+        if i in hosts:  # a schedule that has fewer under way at once needs no more than these
+            held[i] = min(held[i], kept[i])
+        if share:  # the rest of the stage is kept
+            held[i] = share * held[i] + (1 - share) * kept[i]
+    return held, inputs

@@ -8,13 +8,15 @@
     there are     all activations            those of one segment, and the inputs of all
 
 One number is for all stages, or each stage has its own. A stage of mode "never" or "offload" is
-not recomputed, so that it has one segment, whatever is given. For "auto" the compiler chooses the
+not recomputed, so that it has one segment, whatever is given. Of one of mode "always 1/2" half of
+the segments are, so that it has at least two. For "auto" the compiler chooses the
 numbers once it knows the cut and the modes; for None it does so where it chooses the modes, too,
 and stages have one segment elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -64,6 +66,19 @@ def _may_recompute(checkpoint: Modes) -> bool:
     return any(map(is_recomputed, modes.listed(checkpoint)))
 
 
+def _has_numbers(checkpoint: Modes) -> bool:
+    """Whether a stage is worth trying in several numbers of segments: where it is run again, and
+    not in parts already."""
+    return any(is_recomputed(m) and modes.again(m) in (0, 1) for m in modes.listed(checkpoint))
+
+
+def _has_parts(mode: Modes, segments: Segments) -> bool:
+    """Whether a stage with so many segments can be run again in the part that a mode says."""
+    numbers = segments if _is_list(segments) else [segments]
+    part = max(modes.again(each).denominator for each in modes.listed(mode))
+    return all(not isinstance(n, int) or n == 1 or n % part == 0 for n in numbers)
+
+
 def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
     """The number of segments of each stage.
 
@@ -81,14 +96,18 @@ def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
             f"checkpoint_segments has {len(given)} numbers, and there are {stages} stages: give "
             "one number for each stage, or one for all of them"
         )
-    return [own if is_recomputed(mode) else 1 for mode, own in zip(known, given, strict=True)]
+    return [
+        math.lcm(own, modes.again(mode).denominator) if is_recomputed(mode) else 1
+        for mode, own in zip(known, given, strict=True)
+    ]
 
 
 def simplest(numbers: Sequence[int], checkpoint: Modes) -> int | tuple[int, ...]:
-    """One number, if all stages that are recomputed have it; else the number of each stage."""
-    known = zip(of_stages(checkpoint, len(numbers)), numbers, strict=True)
-    own = {number for mode, number in known if is_recomputed(mode)} or {1}
-    return own.pop() if len(own) == 1 else tuple(numbers)
+    """One number that stands for those of all stages, if there is one; else the number of each."""
+    for number in (1, *numbers):
+        if counts(number, checkpoint, len(numbers)) == list(numbers):
+            return number
+    return tuple(numbers)
 
 
 def ways(
@@ -104,7 +123,8 @@ def ways(
     return [
         (mode, number)
         for mode in choices(checkpoint, has_host, is_eager)
-        for number in (several if _may_recompute(mode) else several[:1])
+        for number in (several if _has_numbers(mode) else several[:1])
+        if checkpoint != AUTO or _has_parts(mode, number)
     ]
 
 
@@ -115,7 +135,9 @@ def in_words(checkpoint: Modes, segments: Segments) -> str:
         return modes.in_words(checkpoint)
     stages = max(len(each) if _is_list(each) else 1 for each in (checkpoint, segments))
     own = zip(of_stages(checkpoint, stages), counts(segments, checkpoint, stages), strict=True)
-    return ", ".join(f"{mode} in {n} segments" if n > 1 else mode for mode, n in own)
+    return ", ".join(
+        f"{mode} in {n} segments" if n > modes.again(mode).denominator else mode for mode, n in own
+    )
 
 
 def _is_list(given: Any) -> TypeGuard[Sequence[Any]]:

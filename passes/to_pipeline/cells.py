@@ -92,6 +92,15 @@ class Writer:
         self.added.append(self.last)
         return self.last
 
+    def module(self, target: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        """Add a call of the module at the path ``target``, with the value of the node ``like``."""
+        name, meta = f"{target.rpartition('.')[2]}_mb{self.cell[0]}", self._meta()
+        with self.last.graph.inserting_after(self.last):
+            self.last = self.last.graph.create_node("call_module", target, args, name=name)
+        self.last.meta = meta | {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
+        self.added.append(self.last)
+        return self.last
+
     def item(self, values: fx.Node, index: int, like: fx.Node) -> fx.Node:
         """Add a node for an element of a tuple, with the name and value of the node ``like``."""
         name = like.meta.get(ORIGIN, like.name)

@@ -15,6 +15,9 @@ backward comes first, is run again ahead of time::
     ── checkpoint ── checkpoint ── wait ── recompute ── copy
                           `..... handle ......'
 
+Of a stage of mode "always 1/2" the first half of the segments are checkpoints, and the others are
+called as they are, so that their activations are kept.
+
 A stage whose activations wait in the host's memory is not run again; what it has saved begins to
 come back at the place of ``recompute``. The last micro-batch stays, as its backward comes first::
 
@@ -36,7 +39,15 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import DEVICE, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
-from passes.common.modes import SELECTIVE, Modes, is_checkpointed, modes_of, moved, of_stages
+from passes.common.modes import (
+    SELECTIVE,
+    Modes,
+    is_checkpointed,
+    modes_of,
+    moved,
+    of_segment,
+    of_stages,
+)
 from passes.common.segments import Segments, counts, segments_of
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
@@ -142,18 +153,22 @@ def _run_segments(
 ) -> fx.Node:
     """Add checkpointed calls of a stage's segments, whose results take the place of the stage's.
 
-    Returns the handle of the last segment.
+    Returns the handle of the last segment that is checkpointed.
     """
     path = f"{call.target}_segments"
     if not hasattr(gm, path):
         gm.add_submodule(path, segmented(attribute(gm, str(call.target)), count))
     graph = attribute(gm, path).graph
     values = dict(zip(graph.find_nodes(op="placeholder"), call.args, strict=True))
-    handle = call
+    handle, number, calls = call, -1, graph.find_nodes(op="call_module")
     for node in graph.nodes:
         if node.op == "call_module":
             args = fx.map_arg(node.args, values.__getitem__)
-            values[node], handle = _run(writer, f"{path}.{node.target}", args, node, mode)
+            own, number = f"{path}.{node.target}", number + 1
+            if of_segment(mode, number, len(calls)) == "never":
+                values[node] = writer.module(own, args, like=node)
+            else:
+                values[node], handle = _run(writer, own, args, node, mode)
         elif node.op == "call_function":  # takes one of a segment's results
             values[node] = writer.item(values[node.args[0]], node.args[1], like=node)
     results = graph.output_node().args[0]

@@ -39,7 +39,7 @@ from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
 from fxpipe.schedule.recomputation import recomputed_cells, with_recomputations
-from passes.common.modes import Modes, away, checkpointed, of_stages, offloaded
+from passes.common.modes import Modes, away, checkpointed, of_segment, of_stages, offloaded
 from passes.common.segments import Segments, counts
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
@@ -178,7 +178,10 @@ class Step:
             lanes=tuple(tuple(taken_apart(self.schedule.actions(lane))) for lane in lanes),
         )
         devices = tuple(self.devices[stage] for stage in stage_of)
-        checkpoint = tuple(modes[stage] for stage in stage_of)
+        checkpoint = tuple(
+            of_segment(modes[stage], segments[stage].index(segment), len(segments[stage]))
+            for segment, stage in enumerate(stage_of)
+        )
         step = replace(
             self,
             schedule=schedule,

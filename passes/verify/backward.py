@@ -145,16 +145,19 @@ def _check_exit(own: _CellContents) -> None:
             gates[-1],
             gates[0],
         )
-    is_checkpointed = any(call.target in AGAIN for call in own.calls)
+    checkpointed = [call for call in own.calls if call.target in AGAIN]
     again = [gate for gate in gates if gate.target is ops.recompute]
-    if is_checkpointed != bool(again) or len(again) > 1:
+    if bool(checkpointed) != bool(again) or len(again) > 1:
         raise VerifyError(
             "a checkpointed stage is run again, and an offloaded one brought back, by one "
             "recompute, which all that leaves it passes",
             (again or own.calls)[-1],
         )
-    if again and again[0].args[1] is not _handle(own.calls[-1]):
-        raise VerifyError("the part of a stage that ran last is run again first", again[0])
+    if again and again[0].args[1] is not _handle(checkpointed[-1]):
+        raise VerifyError(
+            "of the parts of a stage that are run again, the one that ran last is so first",
+            again[0],
+        )
 
 
 def _raise_for_passing_by(leaving: list[fx.Node], passed: list[list[fx.Node]]) -> Never:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from fxpipe.schedule import named
 from passes.common.modes import (
     MODES,
     OFFLOAD,
-    PARTS,
+    again,
     alive,
     away,
     choices,
@@ -17,10 +19,12 @@ from passes.common.modes import (
     milder,
     modes_of,
     moved,
+    of_segment,
     of_stages,
     offloaded,
     recomputed,
     recomputing_less,
+    run_again,
 )
 
 
@@ -52,12 +56,13 @@ def test_all_stages_have_one_mode_or_each_has_its_own():
 @pytest.mark.parametrize(
     "given",
     ["sometimes", ["never", "sometimes"], [], None, 1, ["never", None]]
-    + [f"offload {part}" for part in ("0", "3/2", "-1/2", "half", "1/0")],
+    + [f"offload {part}" for part in ("0", "3/2", "-1/2", "half", "1/0")]
+    + ["always 2", "except_last 1/2", "selective 1/2", "never 1/2"],
 )
 def test_other_modes_are_refused(given):
     with pytest.raises(
         ValueError,
-        match=r"checkpoint is .*: give 'never', .*, 'offload', .offload 1/2. or another part",
+        match=r"checkpoint is .*: give 'never', .*, 'offload', .always 1/2., .offload 1/2. or another part",
     ):
         modes_of(given)
 
@@ -88,9 +93,11 @@ def test_a_stage_whose_activations_are_on_the_host_recomputes_nothing():
 
 
 def test_the_host_is_a_way_out_only_where_there_is_one():
-    assert choices("auto") == MODES
-    assert choices("auto", has_host=True) == ("never", *PARTS, OFFLOAD, *MODES[1:])
-    assert choices("auto", is_eager=False) == ("never", "except_last", "always")
+    moving = tuple(f"offload {part}" for part in ("1/4", "1/2", "3/4"))
+    parts = tuple(f"always {part}" for part in ("1/4", "1/2", "3/4"))
+    assert choices("auto") == ("never", "selective", *parts, "except_last", "always")
+    assert choices("auto", has_host=True) == ("never", *moving, OFFLOAD, *choices("auto")[1:])
+    assert choices("auto", is_eager=False) == ("never", *parts, "except_last", "always")
     assert choices("always", has_host=True) == ("always",)
 
 
@@ -106,6 +113,20 @@ def test_of_activations_of_which_a_part_moves_the_rest_is_on_the_device(order):
     assert modes_of(("offload 1/4", "never")) == ("offload 1/4", "never")
     assert alive("offload 1/4", 4, 2, order) == ([0.25 * 2 + 0.75 * 4] * 2, [0, 0])
     assert away("offload 1/4", 4) == 4 and offloaded(["offload 1/4", "never"], 2) == {0}
+
+
+def test_of_a_stage_that_is_run_again_in_part_the_first_segments_are():
+    assert again("always") == 1 and again("always 1/2") == Fraction(1, 2) and again("never") == 0
+    assert [of_segment("always 3/4", i, 4) for i in range(4)] == ["always"] * 3 + ["never"]
+    assert (
+        of_segment("except_last", 1, 2) == "except_last" and of_segment("always", 0, 1) == "always"
+    )
+    assert run_again("always 1/4", 2) == 1, "a stage with fewer places to cut has fewer segments"
+    assert recomputed("always 1/4", 4) == 0.25 and away("always 1/4", 4) == 4
+    assert milder("always 1/2") == ("always",) and "always" not in milder("always")
+    assert milder("selective") == ("except_last", "always")
+    # One of four segments is run again, one at a time: the rest is there all the time.
+    assert alive("always 1/4", 4, 1, segments=[4]) == ([0.25 * 1 + 0.75 * 4], [4.0])
 
 
 def test_where_fewer_are_alive_none_is_gained_by_moving_them():

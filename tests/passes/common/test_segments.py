@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.common.modes import MODES, PARTS
+from passes.common.modes import MODES, SHARES
 from passes.common.segments import NUMBERS, counts, in_words, is_open, segments_of, simplest, ways
 
 
@@ -69,16 +69,26 @@ def test_a_stage_may_choose_each_mode_with_each_number_but_one_that_keeps_all_ha
     assert found == [
         ("never", 1),
         *(("selective", number) for number in NUMBERS),
+        *((f"always {share}", 1) for share in SHARES),
         *(("except_last", number) for number in NUMBERS),
         *(("always", number) for number in NUMBERS),
     ]
-    moving = [(mode, 1) for mode in (*PARTS, "offload")]
+    moving = [(mode, 1) for mode in (*(f"offload {share}" for share in SHARES), "offload")]
     assert ways("auto", "auto", has_host=True) == [found[0], *moving, *found[1:]]
-    assert ways("auto", 3) == [(mode, 3) for mode in MODES]
+    assert ways("auto", 3) == [(mode, 3) for mode in MODES], "no quarters of three"
+    assert ("always 1/2", 2) in ways("auto", 2) and ("always 1/4", 2) not in ways("auto", 2)
     assert ("selective", 3) not in ways("auto", 3, is_eager=False)
     assert ways("always", 3) == [("always", 3)]
     assert ways("never", "auto") == [("never", "auto")]
     assert ways(("always", "never"), "auto") == [(("always", "never"), n) for n in NUMBERS]
+
+
+def test_a_stage_that_is_run_again_in_part_has_as_many_segments_as_that_needs():
+    modes = ["always 1/2", "always 3/4", "never", "always"]
+    assert counts(1, modes, 4) == [2, 4, 1, 1] and simplest([2, 4, 1, 1], modes) == 1
+    assert counts(3, modes, 4) == [6, 12, 1, 3] and simplest([6, 12, 1, 3], modes) == 3
+    assert in_words("always 1/2", 1) == "always 1/2"
+    assert in_words("always 1/2", 4) == "always 1/2 in 4 segments"
 
 
 def test_what_stages_that_are_recomputed_have_in_common_is_said_once():
