@@ -133,8 +133,9 @@ _PIPELINE = (
         metavar="MODE|MODE,MODE",
         help="Which micro-batches keep no activations, but recompute them in the backward: never, "
         "except_last or always; selective, for all but the results of products; offload, for "
-        "activations that wait in the host's memory, always 1/2 or offload 1/2, for half of each "
-        "stage; one of these for each stage; or auto, for what fits the memory and takes least time.",
+        "activations that wait in the host's memory, always 1/2 or offload 1/2, for half of "
+        "each stage; one of these for each stage; or auto, for what fits the memory and takes "
+        "least time.",
     ),
     click.option(
         "--checkpoint-segments",

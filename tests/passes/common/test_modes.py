@@ -62,7 +62,7 @@ def test_all_stages_have_one_mode_or_each_has_its_own():
 def test_other_modes_are_refused(given):
     with pytest.raises(
         ValueError,
-        match=r"checkpoint is .*: give 'never', .*, 'offload', .always 1/2., .offload 1/2. or another part",
+        match=r"checkpoint is .*: give 'never', .*, .always 1/2., .offload 1/2. or another part",
     ):
         modes_of(given)
 
