@@ -9,13 +9,13 @@
     except_last     again    again    again    keeps       whose backward follows at once
     always          again    again    again    again
     offload         moves    moves    moves    moves       unless its backward follows at once
-    offload 1/2     halves   move     of each  one
-    always 1/2      halves   again    of each  one
+    offload 1/2     half     half     half     half        moves, and the other half keeps
+    always 1/2      half     half     half     half        is run again, and the other half keeps
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
 activations, and is run again for the backward. "in part": it keeps the results of products, which
 take most of its time, and the rest is run again. "moves": the activations wait in the host's
-memory.
+memory. "half": of the bytes that move, or of the segments that are run again; it may be any part.
 All stages have one mode, or each has its own. For "auto" the compiler chooses the mode of each
 stage when it cuts the model.
 """
