@@ -9,6 +9,8 @@ programs that run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx, nn
 
 from fxpipe.compiler.bindings import bindings, stages_of
@@ -104,13 +106,13 @@ class Lowering:
         for path, made in gm.named_modules():
             if not isinstance(made, fx.GraphModule) or as_it_is(made) in stages:
                 continue
-            top, _, within = path.partition(".")
-            if top not in number:
+            known = next((own for own in _outer(path) if own in number), None)
+            if known is None:
                 mode.bindings += bindings(made, self.model)
                 continue
-            stage, device = stages[number[top]], self.options.devices[number[top]]
+            stage, device = stages[number[known]], self.options.devices[number[known]]
             # A graph within a stage, such as the body of an autocast region, is bound by itself.
-            mode.bindings += bindings(made, self.model, device, None if within else stage)
+            mode.bindings += bindings(made, self.model, device, stage if path == known else None)
 
     def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
         """The module that computes the weight of a micro-batch's loss, from its target or, where
@@ -122,3 +124,9 @@ class Lowering:
             return LossWeight(function, mode.arguments)
         nesting = target.nesting
         return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}), of_target=True)
+
+
+def _outer(path: str) -> Iterator[str]:
+    """A path of a module, and those of the modules around it, the outermost first."""
+    parts = path.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))

@@ -35,7 +35,7 @@ MOVING = 2
 """How many micro-batches of a stage whose activations move to the host are on its device at one
 time: one that is computed, and one on its way."""
 SHARES = "1/4", "1/2", "3/4"
-"""The parts of a stage among which the compiler chooses, where a part of it moves or runs again."""
+"""The parts of a stage's activations among which the compiler chooses, where a part moves."""
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
@@ -124,10 +124,9 @@ def choices(modes: Modes, has_host: bool = False, is_eager: bool = True) -> tupl
     """
     if not (isinstance(modes, str) and modes == AUTO):
         return (modes,)
-    never, selective, except_last, always = MODES
+    never, selective, *others = MODES
     moving = (*(f"{OFFLOAD} {share}" for share in SHARES), OFFLOAD)
-    parts = (f"{ALWAYS} {share}" for share in SHARES)
-    return (never, *moving * has_host, *[selective] * is_eager, *parts, except_last, always)
+    return (never, *moving * has_host, *[selective] * is_eager, *others)
 
 
 def listed(modes: Modes) -> Sequence[str]:

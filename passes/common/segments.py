@@ -72,13 +72,6 @@ def _has_numbers(checkpoint: Modes) -> bool:
     return any(is_recomputed(m) and modes.again(m) in (0, 1) for m in modes.listed(checkpoint))
 
 
-def _has_parts(mode: Modes, segments: Segments) -> bool:
-    """Whether a stage with so many segments can be run again in the part that a mode says."""
-    numbers = segments if _is_list(segments) else [segments]
-    part = max(modes.again(each).denominator for each in modes.listed(mode))
-    return all(not isinstance(n, int) or n == 1 or n % part == 0 for n in numbers)
-
-
 def counts(segments: Segments, checkpoint: Modes, stages: int) -> list[int]:
     """The number of segments of each stage.
 
@@ -124,7 +117,6 @@ def ways(
         (mode, number)
         for mode in choices(checkpoint, has_host, is_eager)
         for number in (several if _has_numbers(mode) else several[:1])
-        if checkpoint != AUTO or _has_parts(mode, number)
     ]
 
 

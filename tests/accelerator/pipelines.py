@@ -74,7 +74,7 @@ def however_small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "checkpoint", ["never", "except_last", "selective", "offload", "offload 1/2"]
+    "checkpoint", ["never", "except_last", "selective", "always 1/2", "offload", "offload 1/2"]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("however_small")

@@ -66,11 +66,11 @@ def test_the_first_segments_of_a_stage_are_checkpointed_and_the_others_called():
     assert kept == ["stage_0_segments.segment_1", "stage_1"]
 
 
-def held_by(mode, memory=None):
-    """The bytes that two stages of sixteen layers hold at most, by prediction, and the report."""
+def held_by(mode):
+    """The bytes that two stages of sixteen layers hold at most, by prediction."""
     options = {"chunks": 4, "loss_fn": nn.functional.mse_loss, "example_inputs": (X,)}
-    with fxpipe.compile(layers(16), ["cpu"] * 2, checkpoint=mode, memory=memory, **options) as pipe:
-        return max(pipe.timeline().peak_memory), pipe.report()
+    with fxpipe.compile(layers(16), ["cpu"] * 2, checkpoint=mode, **options) as pipe:
+        return max(pipe.timeline().peak_memory)
 
 
 X = torch.randn(4096, 64)
@@ -78,7 +78,7 @@ X = torch.randn(4096, 64)
 
 def test_the_more_is_run_again_the_less_memory_is_predicted():
     modes = ["never", *(f"always {part}" for part in ("1/4", "1/2", "3/4")), "always"]
-    held = [held_by(mode)[0] for mode in modes]
+    held = [held_by(mode) for mode in modes]
     assert sorted(held, reverse=True) == held
     assert held[0] > held[2] > held[4]
 
@@ -87,10 +87,3 @@ def test_the_report_names_the_part():
     with fxpipe.compile(layers(4), ["cpu"] * 2, checkpoint=["always 1/2", "never"]) as pipe:
         pipe(torch.randn(4, 64))
         assert "activations that are not kept (checkpoint): always 1/2, never" in pipe.report()
-
-
-def test_where_memory_is_nearly_enough_no_more_than_a_part_is_run_again():
-    most = 0.8 * held_by("never")[0]
-    held, report = held_by("auto", memory=round(most))
-    assert held <= most
-    assert "always 1/2" in report or "always 1/4" in report

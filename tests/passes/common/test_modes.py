@@ -94,10 +94,9 @@ def test_a_stage_whose_activations_are_on_the_host_recomputes_nothing():
 
 def test_the_host_is_a_way_out_only_where_there_is_one():
     moving = tuple(f"offload {part}" for part in ("1/4", "1/2", "3/4"))
-    parts = tuple(f"always {part}" for part in ("1/4", "1/2", "3/4"))
-    assert choices("auto") == ("never", "selective", *parts, "except_last", "always")
+    assert choices("auto") == MODES
     assert choices("auto", has_host=True) == ("never", *moving, OFFLOAD, *choices("auto")[1:])
-    assert choices("auto", is_eager=False) == ("never", *parts, "except_last", "always")
+    assert choices("auto", is_eager=False) == ("never", "except_last", "always")
     assert choices("always", has_host=True) == ("always",)
 
 
