@@ -7,7 +7,7 @@ when each node begins and ends gives a measured timeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -228,6 +228,13 @@ class StageMemory:
         """How many bytes of the activations are there at one time if they are recomputed."""
         return self.activations if self.recomputed is None else self.recomputed
 
+    def waits(self, mode: str) -> float:
+        """How many bytes of the activations are there from the forward to the backward, for a
+        whole mini-batch, where the others are recomputed or come back."""
+        if mode == SELECTIVE:
+            return self.products
+        return self.activations * (1 - moved(mode)) if moved(mode) else self.kept
+
     @property
     def kept_inputs(self) -> float:
         """How many bytes of the inputs are among the activations, as far as that is known."""
@@ -334,12 +341,20 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
         # The last micro-batch goes through the stage as if it were whole, the others by segments.
         workspace = workspace.or_more(stage.workspace)
     inputs = sum(map(batch_bytes, received))
-    last = [node for nodes in inside[number:] for node in nodes if is_work(node)]
-    kept = cost_of(last).activation_bytes
-    if not last:
-        return replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
-    # What the last segments keep counts as there all the time. It is not there yet while an earlier
-    # segment runs forward, and no more in the backward of that one.
+    found = replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
+    return _with_kept(found, largest, workspace, inside[number:]) if inside[number:] else found
+
+
+def _with_kept(
+    stage: StageMemory, largest: int, workspace: StageWorkspace, last: Sequence[Iterable[fx.Node]]
+) -> StageMemory:
+    """The memory of a stage that runs its first segments again, of which the largest saves so many
+    bytes and has this workspace, and keeps what its last segments save.
+
+    What these keep counts as there all the time. It is not there yet while an earlier segment runs
+    forward, and no more in the backward of that one.
+    """
+    kept = cost_of(node for nodes in last for node in nodes if is_work(node)).activation_bytes
     at_once = max(largest, kept + workspace.kept_inputs)
     workspace = replace(
         workspace,
@@ -347,7 +362,7 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
         backward=max(0, workspace.backward - (at_once - largest)),
     )
     later = 0
-    for nodes in reversed(inside[number:]):
+    for nodes in reversed(last):
         own = workspace_of([node for node in nodes if is_work(node)])
         forward = max(0, own.forward - later)
         backward = max(0, own.backward - later)
@@ -355,7 +370,7 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
             replace(own, forward=forward, again=forward, backward=backward)
         )
         later += cost_of(nodes).activation_bytes
-    return replace(stage, inputs=inputs, recomputed=at_once, workspace=workspace, kept=kept)
+    return replace(stage, recomputed=at_once, workspace=workspace, kept=kept)
 
 
 def step_memory(
@@ -377,14 +392,7 @@ def step_memory(
     ]
     # Results of products wait as inputs do, and so do activations that stay where others move. The
     # second run uses them in place of its own, so that it adds so much less.
-    waiting = [
-        stage.products
-        if mode == SELECTIVE
-        else stage.activations * (1 - moved(mode))
-        if moved(mode)
-        else stage.kept
-        for stage, mode in zip(stages, modes, strict=True)
-    ]
+    waiting = [stage.waits(mode) for stage, mode in zip(stages, modes, strict=True)]
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,

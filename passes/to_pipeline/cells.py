@@ -66,12 +66,13 @@ class Writer:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
         """Add a node ``<name>_s<stage>_mb<i>`` that calls a function, and return it."""
         microbatch, stage = self.cell
-        before, meta = self.last, self._meta()
-        graph = before.graph
-        with graph.inserting_after(before):
-            self.last = graph.create_node(
-                "call_function", function, args, name=f"{name}_s{stage}_mb{microbatch}"
-            )
+        return self._add("call_function", function, args, f"{name}_s{stage}_mb{microbatch}")
+
+    def _add(self, kind: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        """Add a node behind the last one, with the metadata of the cell."""
+        graph, meta = self.last.graph, self._meta()
+        with graph.inserting_after(self.last):
+            self.last = graph.create_node(kind, target, args, name=name)
         self.last.meta = meta
         self.added.append(self.last)
         return self.last
@@ -85,21 +86,15 @@ class Writer:
 
     def attribute(self, target: str) -> fx.Node:
         """Add a ``get_attr`` node for the module at the path ``target``, to be given to a call."""
-        name, meta = f"{target.rpartition('.')[2]}_mb{self.cell[0]}_module", self._meta()
-        with self.last.graph.inserting_after(self.last):
-            self.last = self.last.graph.create_node("get_attr", target, name=name)
-        self.last.meta = meta
-        self.added.append(self.last)
-        return self.last
+        name = f"{target.rpartition('.')[2]}_mb{self.cell[0]}_module"
+        return self._add("get_attr", target, (), name)
 
     def module(self, target: str, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """Add a call of the module at the path ``target``, with the value of the node ``like``."""
-        name, meta = f"{target.rpartition('.')[2]}_mb{self.cell[0]}", self._meta()
-        with self.last.graph.inserting_after(self.last):
-            self.last = self.last.graph.create_node("call_module", target, args, name=name)
-        self.last.meta = meta | {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
-        self.added.append(self.last)
-        return self.last
+        name = f"{target.rpartition('.')[2]}_mb{self.cell[0]}"
+        node = self._add("call_module", target, args, name)
+        node.meta |= {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
+        return node
 
     def item(self, values: fx.Node, index: int, like: fx.Node) -> fx.Node:
         """Add a node for an element of a tuple, with the name and value of the node ``like``."""

@@ -61,8 +61,7 @@ class Checkpoint:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
             last micro-batch, whose backward follows its forward at once ("except_last"). "offload":
             all but these have their activations on the host, or a part of them ("offload 1/2").
-            "selective": all, with the results of
-            their products. Or one of these for each stage.
+            "selective": all, with the results of their products. Or one of these for each stage.
         segments: the number of segments that a checkpointed stage is cut into, each checkpointed by
             itself; or the number of each stage.
 
@@ -160,12 +159,13 @@ def _run_segments(
         gm.add_submodule(path, segmented(attribute(gm, str(call.target)), count))
     graph = attribute(gm, path).graph
     values = dict(zip(graph.find_nodes(op="placeholder"), call.args, strict=True))
-    handle, number, calls = call, -1, graph.find_nodes(op="call_module")
+    calls = graph.find_nodes(op="call_module")
+    kept = {c for i, c in enumerate(calls) if of_segment(mode, i, len(calls)) == "never"}
+    handle = call
     for node in graph.nodes:
         if node.op == "call_module":
-            args = fx.map_arg(node.args, values.__getitem__)
-            own, number = f"{path}.{node.target}", number + 1
-            if of_segment(mode, number, len(calls)) == "never":
+            own, args = f"{path}.{node.target}", fx.map_arg(node.args, values.__getitem__)
+            if node in kept:
                 values[node] = writer.module(own, args, like=node)
             else:
                 values[node], handle = _run(writer, own, args, node, mode)
