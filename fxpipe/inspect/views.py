@@ -46,6 +46,7 @@ from fxpipe.planning.estimates import (
     predicted,
     stage_memory,
     step_memory,
+    with_moves,
 )
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes import Project
@@ -335,13 +336,7 @@ class Views:
         costs."""
         _, chunks = self._runner.reported()
         if self.measured is not None:
-            pairs = zip(
-                measured_costs(self.measured, len(self.stages)),
-                self._estimated(chunks),
-                strict=True,
-            )
-            costs = [replace(found, offloaded=own.offloaded) for found, own in pairs]
-            return self._simulated(chunks, costs)
+            return self._simulated(chunks, measured_costs(self.measured, len(self.stages)))
         return self._simulated(chunks, self._estimated(chunks))
 
     def _predicted(self, chunks: int) -> Timeline | None:
@@ -375,7 +370,7 @@ class Views:
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
         found = predicted(
             schedule,
-            costs,
+            with_moves(costs, kept, chunks, self._modes),
             layout,
             options.names,
             memory,

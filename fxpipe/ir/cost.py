@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, COST, SAVED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, nodes_of_stages
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
@@ -78,21 +78,26 @@ class Cost:
 
 def cost_of(nodes: Iterable[fx.Node]) -> Cost:
     """What the nodes of one stage cost together: memory that several of them keep counts once."""
-    total, kept, sizes = Cost(), 0, dict[int, int]()
+    own = list(nodes)
+    total = sum((node.meta.get(COST, Cost()) for node in own), Cost())
+    return replace(total, activation_bytes=sum(saved_sizes(own)))
+
+
+def saved_sizes(nodes: Iterable[fx.Node]) -> list[int]:
+    """The bytes of each memory that the nodes of one stage save for their backward, in the order in
+    which their forward saves them. One that several nodes save is there once."""
+    sizes = dict[int | fx.Node, int]()
     for node in nodes:
-        cost = node.meta.get(COST, Cost())
-        total += cost
-        kept += 0 if SAVED in node.meta else cost.activation_bytes
-        sizes.update(node.meta.get(SAVED, ()))
-    return replace(total, activation_bytes=kept + sum(sizes.values()))
+        if SAVED in node.meta:
+            sizes.update(node.meta[SAVED])
+        else:
+            sizes[node] = node.meta.get(COST, Cost()).activation_bytes
+    return list(sizes.values())
 
 
 def stage_costs(graph: fx.Graph) -> list[Cost]:
     """The cost of each stage of a model graph that has been cut."""
-    members: dict[int, list[fx.Node]] = {}
-    for node in stage_nodes(graph):
-        members.setdefault(node.meta[STAGE], []).append(node)
-    return [cost_of(members[stage]) for stage in sorted(members)]
+    return list(map(cost_of, nodes_of_stages(graph)))
 
 
 def copies_of(node: fx.Node) -> tuple[int, ...]:

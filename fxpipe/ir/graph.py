@@ -88,6 +88,14 @@ def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     return filter(is_work, graph.nodes)
 
 
+def nodes_of_stages(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes of each stage of a model graph that has been cut."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in stage_nodes(graph):
+        found.setdefault(node.meta[STAGE], []).append(node)
+    return [found[stage] for stage in sorted(found)]
+
+
 def is_work(node: fx.Node) -> bool:
     """Whether a node is part of a stage: no placeholder, ``get_attr``, or output."""
     is_once = ONCE in node.meta or FIRST in node.meta

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from fxpipe.ir.cost import copies_of
-from fxpipe.ir.graph import SAVED, STAGE, VALUE, WORKSPACE, stage_nodes
+from fxpipe.ir.graph import SAVED, VALUE, WORKSPACE, nodes_of_stages
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
 
 
@@ -94,10 +94,7 @@ class StageWorkspace:
 
 def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
     """What each stage of a model graph needs. The graph has been cut, and its nodes have costs."""
-    members: dict[int, list[fx.Node]] = {}
-    for node in stage_nodes(graph):
-        members.setdefault(node.meta[STAGE], []).append(node)
-    return [workspace_of(members[stage]) for stage in sorted(members)]
+    return list(map(workspace_of, nodes_of_stages(graph)))
 
 
 def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:

@@ -14,11 +14,21 @@ from statistics import median
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.cost import Cost, batch_bytes, cost_of
+from fxpipe.ir.cost import Cost, batch_bytes, cost_of, saved_sizes
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.graph import ACTION, MICROBATCH, SAVED, STAGE, VALUE, attribute, is_work, stage_nodes
+from fxpipe.ir.graph import (
+    ACTION,
+    MICROBATCH,
+    SAVED,
+    STAGE,
+    VALUE,
+    attribute,
+    is_work,
+    nodes_of_stages,
+)
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.ir.workspace import StageWorkspace, stage_workspaces, workspace_of
+from fxpipe.runtime.checkpointing.offload import that_move
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
     Action,
@@ -64,14 +74,12 @@ def estimated_costs(
     as for a matrix product. A checkpointed micro-batch runs its forward again. Of a stage that does
     so in several ``segments``, all but the last segment wait until the backward has come to them,
     so that these count as part of the backward, as the average over the micro-batches. Where the
-    results of products are kept, the forward that is run again is one without them. Of a stage
-    whose activations wait in the host's memory, a micro-batch moves its ``activation_bytes``, or
-    the part of them that the mode says.
+    results of products are kept, the forward that is run again is one without them.
     """
     found, modes = [], of_stages(checkpoint, len(costs))
     parts = counts(segments, checkpoint, len(costs))
     for cost, mode, count in zip(costs, modes, parts, strict=True):
-        again, share = recomputed(mode, chunks), moved(mode)
+        again = recomputed(mode, chunks)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         second = cost.selective_s / chunks if mode == SELECTIVE else forward
         # The segment that is recomputed ahead of the whole backward, unless the last one is kept.
@@ -81,12 +89,22 @@ def estimated_costs(
                 forward,
                 half + again * (second - last),
                 half,
-                recompute=0.0 if share else last,
+                recompute=0.0 if moved(mode) else last,
                 checkpointed=checkpointed(mode, chunks),
-                offloaded=share * cost.activation_bytes / chunks,
             )
         )
     return found
+
+
+def with_moves(
+    costs: Sequence[StageCost], stages: Sequence[StageMemory], chunks: int, checkpoint: Modes
+) -> list[StageCost]:
+    """The same costs, with the bytes that each micro-batch moves to the host's memory."""
+    modes = of_stages(checkpoint, len(stages))
+    return [
+        replace(cost, offloaded=stage.moves(mode, chunks) / chunks)
+        for cost, stage, mode in zip(costs, stages, modes, strict=True)
+    ]
 
 
 def measured_costs(
@@ -199,6 +217,8 @@ class StageMemory:
         fixed: what the stage keeps all the time: parameters, gradients, optimizer states, buffers,
             and its copies of parameters that it shares with other stages.
         activations: the saved tensors of a whole mini-batch.
+        saved: the bytes of each of them, in the order in which the forward saves them; none if that
+            is not known.
         recomputed: how many of them are there at one time if the whole mini-batch is recomputed;
             None: all of them, as the stage has one segment.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
@@ -222,18 +242,27 @@ class StageMemory:
     recomputed: float | None = None
     products: float = 0.0
     kept: float = 0.0
+    saved: tuple[int, ...] = ()
 
     @property
     def activations_at_once(self) -> float:
         """How many bytes of the activations are there at one time if they are recomputed."""
         return self.activations if self.recomputed is None else self.recomputed
 
-    def waits(self, mode: str) -> float:
+    def moves(self, mode: str, chunks: int) -> float:
+        """How many bytes of the activations wait in the host's memory, for a whole mini-batch. As
+        whole tensors move, these are not quite the part that the mode says."""
+        share = moved(mode)
+        if not self.saved:
+            return self.activations * share
+        return sum(self.saved[i] for i in that_move([n / chunks for n in self.saved], share))
+
+    def waits(self, mode: str, chunks: int) -> float:
         """How many bytes of the activations are there from the forward to the backward, for a
         whole mini-batch, where the others are recomputed or come back."""
         if mode == SELECTIVE:
             return self.products
-        return self.activations * (1 - moved(mode)) if moved(mode) else self.kept
+        return self.activations - self.moves(mode, chunks) if moved(mode) else self.kept
 
     @property
     def kept_inputs(self) -> float:
@@ -287,8 +316,16 @@ def stage_memory(
         joined = _joined_outputs(graph, len(costs))
     results = _kept_results(graph, layout, len(costs))
     return [
-        replace(stage, workspace=workspace, kept_results=kept, joined=most)
-        for stage, workspace, kept, most in zip(found, workspaces, results, joined, strict=True)
+        replace(
+            stage,
+            workspace=workspace,
+            kept_results=kept,
+            joined=most,
+            saved=tuple(saved_sizes(nodes)),
+        )
+        for stage, workspace, kept, most, nodes in zip(
+            found, workspaces, results, joined, nodes_of_stages(graph), strict=True
+        )
     ]
 
 
@@ -304,9 +341,10 @@ def _joined_outputs(graph: fx.Graph, stages: int) -> list[float]:
 def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
     """For each stage, how many bytes of what it sends to others are among its activations."""
     nodes = {node.name: node for node in graph.nodes}
-    saved = [set[int]() for _ in range(stages)]
-    for node in stage_nodes(graph):
-        saved[node.meta[STAGE]].update(memory for memory, _ in node.meta.get(SAVED, ()))
+    saved = [
+        {memory for node in own for memory, _ in node.meta.get(SAVED, ())}
+        for own in nodes_of_stages(graph)
+    ]
     found: list[dict[int, float]] = [{} for _ in range(stages)]
     for hop in layout.hops:
         if hop.source is not None and hop.value in nodes:
@@ -387,12 +425,12 @@ def step_memory(
         fixed[lane] += stage.fixed
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
-        _with_a_host(stage, moved(mode)) if moved(mode) else stage
+        _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
         for stage, mode in zip(stages, modes, strict=True)
     ]
     # Results of products wait as inputs do, and so do activations that stay where others move. The
     # second run uses them in place of its own, so that it adds so much less.
-    waiting = [stage.waits(mode) for stage, mode in zip(stages, modes, strict=True)]
+    waiting = [stage.waits(mode, chunks) for stage, mode in zip(stages, modes, strict=True)]
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
@@ -410,13 +448,13 @@ def step_memory(
     )
 
 
-def _with_a_host(stage: StageMemory, share: float) -> StageMemory:
-    """The memory of a stage that moves a share of its activations to the host. It keeps no inputs.
-    While its forward runs all of them are there, of which those that stay count as kept."""
+def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:
+    """The memory of a stage that moves its activations to the host, all but ``stays`` bytes. It
+    keeps no inputs. While its forward runs all of them are there, of which those that stay count
+    as kept."""
     workspace = stage.workspace
     if workspace is not None:
-        stays = round(stage.activations * (1 - share))
-        workspace = replace(workspace, again=max(0, workspace.again - stays))
+        workspace = replace(workspace, again=max(0, workspace.again - round(stays)))
     return replace(stage, inputs=0.0, recomputed=None, workspace=workspace)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from torch import fx
@@ -22,6 +22,7 @@ from fxpipe.planning.estimates import (
     stage_memory,
     step_memory,
     traffic,
+    with_moves,
 )
 from fxpipe.planning.loss import SavedByLoss, loss_memory
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
@@ -290,7 +291,7 @@ class PlannedLanes:
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
-        costs = self._costs(cut, kept, modes, segments)
+        costs = with_moves(self._costs(cut, modes, segments), kept, self.chunks, modes)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once, host=host_links(self.specs))
         if order is None:
@@ -443,9 +444,7 @@ class PlannedLanes:
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
-    def _costs(
-        self, cut: CutModel, kept: Sequence[StageMemory], modes: Modes, segments: Segments
-    ) -> list[StageCost]:
+    def _costs(self, cut: CutModel, modes: Modes, segments: Segments) -> list[StageCost]:
         """The seconds that a micro-batch takes at each stage, on the stage's own device."""
         devices = cut.devices
         found = [Cost()] * len(devices)
@@ -459,11 +458,7 @@ class PlannedLanes:
                 again_s=times * cost.again_s,
                 operators=cost.operators,
             )
-        costs = [
-            replace(cost, activation_bytes=round(own.activations))
-            for cost, own in zip(found, kept, strict=True)
-        ]
-        return estimated_costs(costs, self.chunks, modes, segments)
+        return estimated_costs(found, self.chunks, modes, segments)
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The link between each pair of lanes, which is as slow as the slower of their devices'

@@ -12,6 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import ops
+from fxpipe.planning.estimates import stage_memory
 from fxpipe.runtime.checkpointing import offload
 from fxpipe.schedule import NAMES
 from tests.zoo import MODELS, gradients, loop, loss_of, mean_loss, same
@@ -211,3 +212,23 @@ def test_an_input_that_is_written_to_ahead_of_the_backward_is_refused():
         x.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["offload 1/4", "offload 1/2", "offload 3/4", "offload"])
+def test_the_bytes_that_move_are_those_of_the_plan(mode, monkeypatch):
+    """Whole tensors move, so that these are not quite the part that the mode says."""
+    make, inputs = MODELS["unet"]
+    x, chunks, moved = inputs(8), 4, []
+    send = offload.Block.send
+    monkeypatch.setattr(
+        offload.Block, "send", lambda block, link: (moved.append(block.size), send(block, link))
+    )
+    with fxpipe.compile(
+        make(), ["cpu"] * 2, chunks=chunks, schedule="gpipe", checkpoint=mode, loss_fn=mean_loss
+    ) as pipe:
+        pipe.step(*x, target=torch.randn(8))
+        moved.clear()
+        pipe.step(*x, target=torch.randn(8))
+        layout = pipe.skip_layout
+        stages = stage_memory([s.cost for s in pipe.stages], layout, pipe.model_graph.graph)
+    assert sum(moved) == sum(stage.moves(mode, chunks) for stage in stages)

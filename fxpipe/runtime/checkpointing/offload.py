@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -262,12 +262,8 @@ def _blocks(slots: Iterable[HostSlot], device: torch.device, share: float) -> It
             begin, end = _span(tensor)
             memories.setdefault(memory_of(tensor), []).append((begin, end, slot))
     merged = [span for spans in memories.values() for span in _merged(spans)]
-    movable = [span for span in merged if span[1] - span[0] >= SMALL]
-    left = share * sum(end - begin for begin, end, _ in movable)
-    for begin, end, own in movable:
-        if left < (end - begin) / 2:
-            return
-        left -= end - begin
+    for i in that_move([end - begin for begin, end, _ in merged], share):
+        begin, end, own = merged[i]
         (tensor, *_) = (slot.tensor for slot in own)
         assert tensor is not None
         bytes_of = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -276,6 +272,20 @@ def _blocks(slots: Iterable[HostSlot], device: torch.device, share: float) -> It
         for slot in own:
             slot.put_into(block, begin)
         yield block
+
+
+def that_move(sizes: Sequence[float], share: float) -> list[int]:
+    """Which tensors of these sizes move, in the order in which they have been saved: as many of the
+    first as come nearest to a share of all bytes, but none that is small. A plan counts with this
+    what will move."""
+    movable, found = [i for i, size in enumerate(sizes) if size >= SMALL], list[int]()
+    left = share * sum(sizes[i] for i in movable)
+    for i in movable:
+        if left < sizes[i] / 2:
+            break
+        left -= sizes[i]
+        found.append(i)
+    return found
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxpipe.runtime.checkpointing import offload as offloading
 from fxpipe.runtime.checkpointing.checkpoint import offloaded, recompute
-from fxpipe.runtime.checkpointing.offload import Offload
+from fxpipe.runtime.checkpointing.offload import Offload, that_move
 
 CPU = torch.device("cpu")
 WIDTH = 64
@@ -235,3 +235,21 @@ def test_tensors_on_other_devices_stay():
     assert not blocks_of(handle)
     output.sum().backward()
     assert torch.equal(x.grad, output)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "moving"),
+    [
+        ([4, 4, 4, 4], 0.5, [0, 1]),
+        ([4, 4, 4, 4], 1.0, [0, 1, 2, 3]),
+        ([4, 4, 4, 4], 0.6, [0, 1]),  # 9.6 of 16 are nearer to 8 than to 12
+        ([4, 4, 4, 4], 0.65, [0, 1, 2]),
+        ([10, 1, 1], 0.25, []),  # 3 of 12 are nearer to nothing than to 10
+        ([10, 1, 1], 0.5, [0]),
+        ([1, 1, 10], 0.5, [0, 1]),  # what comes first moves first
+        ([4, 1 / 2048, 4], 1.0, [0, 2]),  # of these is one too small
+        ([], 0.5, []),
+    ],
+)
+def test_as_many_tensors_move_as_come_nearest_to_the_share(sizes, share, moving):
+    assert that_move([1024 * size for size in sizes], share) == moving
