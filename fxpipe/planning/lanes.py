@@ -45,7 +45,7 @@ from fxpipe.schedule.choice import AUTO
 from fxpipe.schedule.recomputation import recomputed_cells
 from passes.chain import Chain, ToStages, run
 from passes.common.modes import AUTO as AUTO_MODES
-from passes.common.modes import Modes, moved, of_stages, plain
+from passes.common.modes import Modes, choices, moved, of_stages, plain
 from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest, ways
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
@@ -249,6 +249,12 @@ class PlannedLanes:
     def is_eager(self) -> bool:
         """Whether stages run operator by operator."""
         return all(spec.is_eager for spec in self.specs)
+
+    @property
+    def known_modes(self) -> tuple[Modes, ...]:
+        """The modes among which the compiler may choose on these devices."""
+        has_parts = is_open(self.checkpoint_segments, AUTO_MODES)
+        return choices(AUTO_MODES, self.has_host, self.is_eager, has_parts)
 
     @property
     def _all_ways(self) -> list[tuple[Modes, Segments]]:

@@ -374,10 +374,10 @@ class PlanQuestion:
         """
         if self.checkpoint != modes.AUTO or not self.is_automatic:
             return plan
-        stages = len(plan.stages)
+        stages, known = len(plan.stages), self._lanes.known_modes
         for stage in range(stages if stages <= FEW else 0):
             now = modes.of_stages(plan.checkpoint, stages)
-            for mode in modes.recomputing_less(now[stage]):
+            for mode in filter(known.__contains__, modes.recomputing_less(now[stage])):
                 given = modes.plain([*now[:stage], mode, *now[stage + 1 :]])
                 segments = modes.AUTO if self._is_open else self.checkpoint_segments
                 try:
@@ -450,7 +450,7 @@ class PlanQuestion:
         given = modes.listed(self.checkpoint)
         if modes.AUTO in given:
             return []
-        known = modes.choices(modes.AUTO, self._lanes.has_host, self._lanes.is_eager)
+        known = self._lanes.known_modes
         others = [*milder(self.checkpoint), modes.OFFLOAD]
         return [mode for mode in others if mode in known and mode not in given]
 

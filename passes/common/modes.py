@@ -35,7 +35,9 @@ MOVING = 2
 """How many micro-batches of a stage whose activations move to the host are on its device at one
 time: one that is computed, and one on its way."""
 SHARES = "1/4", "1/2", "3/4"
-"""The parts of a stage's activations among which the compiler chooses, where a part moves."""
+"""The parts among which the compiler chooses, where a part of a stage's activations moves, or a
+part of its segments is run again."""
+PARTS = tuple(f"{ALWAYS} {share}" for share in SHARES)
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
@@ -115,18 +117,20 @@ def of_stages(modes: Modes, stages: int) -> list[str]:
     return [modes] * stages if isinstance(modes, str) else list(modes)
 
 
-def choices(modes: Modes, has_host: bool = False, is_eager: bool = True) -> tuple[Modes, ...]:
-    """The modes among which a stage may choose: those given, or for "auto" each there is. One that
-    computes nothing again comes ahead of those that do.
+def choices(
+    modes: Modes, has_host: bool = False, is_eager: bool = True, has_parts: bool = False
+) -> tuple[Modes, ...]:
+    """The modes among which a stage may choose: those given, or for "auto" each there is, in the
+    order of what they compute again.
 
     ``has_host``: whether there is a memory of the host beside that of the devices; ``is_eager``:
-    whether stages run operator by operator.
+    whether stages run operator by operator; ``has_parts``: whether stages may be cut in segments.
     """
     if not (isinstance(modes, str) and modes == AUTO):
         return (modes,)
     never, selective, *others = MODES
     moving = (*(f"{OFFLOAD} {share}" for share in SHARES), OFFLOAD)
-    return (never, *moving * has_host, *[selective] * is_eager, *others)
+    return (never, *moving * has_host, *[selective] * is_eager, *PARTS * has_parts, *others)
 
 
 def listed(modes: Modes) -> Sequence[str]:
@@ -177,8 +181,14 @@ def recomputed(mode: str, chunks: int) -> float:
 
 
 def recomputing_less(mode: str) -> tuple[str, ...]:
-    """The modes that recompute less than this one does; "never" in place of "offload"."""
-    return MODES[: 1 if moved(mode) else _rank(mode)]
+    """The modes that recompute less than this one does, without those that move activations."""
+    if moved(mode):
+        return ("never",)
+    own = again(mode)
+    if 0 < own < 1:
+        return ("never", SELECTIVE, *(part for part in PARTS if again(part) < own))
+    less = MODES[: _rank(mode)]
+    return (*less[:2], *PARTS * (SELECTIVE in less), *less[2:])
 
 
 def _rank(mode: str) -> int:

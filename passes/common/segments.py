@@ -112,10 +112,11 @@ def ways(
     ``has_host``: whether there is a memory of the host beside that of the devices; ``is_eager``:
     whether stages run operator by operator.
     """
-    several = NUMBERS if is_open(segments, checkpoint) else (segments,)
+    may_choose = is_open(segments, checkpoint)
+    several = NUMBERS if may_choose else (segments,)
     return [
         (mode, number)
-        for mode in choices(checkpoint, has_host, is_eager)
+        for mode in choices(checkpoint, has_host, is_eager, has_parts=may_choose)
         for number in (several if _has_numbers(mode) else several[:1])
     ]
 

@@ -10,6 +10,7 @@ from fxpipe.schedule import named
 from passes.common.modes import (
     MODES,
     OFFLOAD,
+    PARTS,
     again,
     alive,
     away,
@@ -98,6 +99,26 @@ def test_the_host_is_a_way_out_only_where_there_is_one():
     assert choices("auto", has_host=True) == ("never", *moving, OFFLOAD, *choices("auto")[1:])
     assert choices("auto", is_eager=False) == ("never", "except_last", "always")
     assert choices("always", has_host=True) == ("always",)
+
+
+def test_parts_that_are_run_again_are_tried_where_stages_may_be_cut_in_segments():
+    assert choices("auto", has_parts=True) == (
+        "never",
+        "selective",
+        *PARTS,
+        "except_last",
+        "always",
+    )
+    assert choices("always", has_parts=True) == ("always",)
+
+
+def test_modes_are_known_that_recompute_less():
+    assert recomputing_less("never") == ()
+    assert recomputing_less("selective") == ("never",)
+    assert recomputing_less("always 1/4") == ("never", "selective")
+    assert recomputing_less("always 1/2") == ("never", "selective", "always 1/4")
+    assert recomputing_less("except_last") == ("never", "selective", *PARTS)
+    assert recomputing_less("always") == ("never", "selective", *PARTS, "except_last")
 
 
 @pytest.mark.parametrize("order", [None, named("gpipe", lanes=2, microbatches=4)])
