@@ -4,8 +4,8 @@ where the compiler chooses it (``checkpoint="auto"``, ``checkpoint_segments="aut
 ::
 
     cut       chooses a way for each stage, by the memory that stages have room for
-    stricter  as long as the simulated step does not fit: one stage more is recomputed, one is
-              recomputed in more segments, or one has its activations on the host
+    stricter  as long as the simulated step does not fit: one stage more is recomputed, or a larger
+              part of it, or in more segments, or one has its activations on the host
     milder    then: each stage that need not be recomputed is not, and none in more segments than it
               has to be, if the step takes no longer; and each goes another way that takes less time
 
