@@ -49,8 +49,13 @@ from fxpipe.meaning.sample import (
     part,
     sampled,
 )
-from fxpipe.meaning.single_numbers import no_mean, told_from_a_mean, with_small_terms
-from fxpipe.meaning.trial import Question, Trial
+from fxpipe.meaning.single_numbers import (
+    confirmed,
+    no_mean,
+    told_from_a_mean,
+    with_small_terms,
+)
+from fxpipe.meaning.trial import Question, Trial, is_number
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -197,6 +202,9 @@ def _checked(
             else:
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
+                if not set(before) & set(found):  # each sample has a way, and another one
+                    wrong = (confirmed(each, path, MEAN) for each in verdict.trials)
+                    failed.setdefault(path, []).extend(filter(None, wrong))
         if not question.has_values:
             break  # all samples are the same
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
@@ -357,6 +365,7 @@ def _trial(
         ways = _ways(question, levels)
     else:
         ways = ((before.sizes, level) for level in levels[levels.index(before.level) :])
+    first: Trial | None = None  # of those that say nothing, taken where all are so
     for sizes, level in ways:
         own, dims, counts = question.tensors, question.dims, question.counts
         tensors = sampled(own, dims, sizes, level, seed, counts)
@@ -384,10 +393,12 @@ def _trial(
             if question.run_parts is not None:
                 return None
             continue
-        if level != GIVEN and _is_empty(trial.whole) and before is None:
+        says_nothing = before is None and _is_empty(trial.whole)
+        if says_nothing and level != GIVEN:
+            first = first or trial
             continue
         verdict.failure, verdict.takes_parts = None, True
-        return trial
+        return first if says_nothing and first is not None else trial
     return None
 
 
@@ -398,11 +409,12 @@ def _ways(question: Question, levels: Sequence[str]) -> Iterator[tuple[tuple[int
 
 
 def _is_empty(output: dict[str, Any]) -> bool:
-    """Whether all values of some output are NaN."""
+    """Whether some output fits its parts however these are put together: all of its values are NaN,
+    or it is one number and that is infinite, as the CTC loss of a text that is too long."""
     return any(
-        t.is_floating_point() and t.numel() and not t.is_meta and bool(t.isnan().all())
+        bool(t.isnan().all()) or (is_number(t) and bool(t.isinf().all()))
         for t in output.values()
-        if isinstance(t, Tensor)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.numel() and not t.is_meta
     )
 
 

@@ -191,3 +191,79 @@ def test_a_loss_that_is_another_one_each_time_is_said_to_be_that(loss_fn):
     with warnings.catch_warnings(), pipe:
         warnings.simplefilter("error", BatchWarning)
         pipe.step(x, target=x)
+
+
+# ----------------------------------------------------- losses that are infinite for some rows
+
+
+class Frames(nn.Sequential):
+    """Gives the log-probabilities of 40 symbols for each frame."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 40), nn.LogSoftmax(-1))
+
+
+def ctc(output, target, reduction="mean"):
+    frames = torch.full((len(output),), output.shape[1])
+    own = output.transpose(0, 1)
+    return F.ctc_loss(own, target["symbols"], frames, target["lengths"], reduction=reduction)
+
+
+def of_texts(frames, symbols):
+    """Frames, and texts of distinct symbols; in texts with repeated ones, which need more frames,
+    there may be more than the frames have room for, and then the loss is infinite."""
+    target = {
+        "symbols": torch.arange(1, symbols + 1).repeat(8, 1),
+        "lengths": torch.full((8,), symbols),
+    }
+    return torch.randn(8, frames, 8), target
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("symbols", [8, 14, 16])
+def test_a_mean_is_no_sum_though_it_is_infinite_for_other_texts(symbols, check):
+    model, (x, target) = Frames(), of_texts(16, symbols)
+    twin = copy.deepcopy(model)
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=ctc, check=check) as pipe:
+        loss = pipe.step(x, target=target)
+        assert "loss_fn is taken for a mean over the rows" in str(pipe.explain())
+    expected = ctc(twin(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+def test_a_sum_is_one_though_it_is_infinite_for_other_texts():
+    def summed(output, target):
+        return ctc(output, target, "sum")
+
+    model, (x, target) = Frames(), of_texts(16, 14)
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=summed) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=target), summed(model(x), target).detach())
+
+
+def test_a_loss_that_is_infinite_for_all_rows_has_to_be_said_to_be_a_mean_or_a_sum():
+    model, (x, target) = Frames(), of_texts(8, 14)
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_fn=ctc) as pipe,
+        pytest.raises(BatchError, match="could not be found out: it is inf for rows like those of"),
+    ):
+        pipe.step(x, target=target)
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=ctc, loss_weight="rows") as pipe:
+        assert pipe.step(x, target=target).isinf()
+
+
+def test_a_loss_that_is_a_mean_in_some_samples_and_a_sum_in_others_is_neither():
+    """Which of them it is goes by an input that all rows share, and that samples change."""
+
+    class Either(Classifier):
+        def forward(self, x, labels, shared):
+            losses = F.cross_entropy(self.head(self.body(x)), labels, reduction="none")
+            return torch.where(shared[0] > 0.5, losses.sum(), losses.mean())
+
+    given = torch.tensor([0.5, 0.1, 0.9])
+    with (
+        fxpipe.compile(Either(), TWO, chunks=2) as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="output is neither a mean over the rows nor a sum"),
+    ):
+        pipe(*batch(6), given)
