@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -43,12 +43,13 @@ from fxpipe.planning.estimates import (
     host_links,
     in_segments,
     measured_costs,
+    parts_of,
     predicted,
     stage_memory,
     step_memory,
     with_moves,
 )
-from fxpipe.schedule import AUTO, StageCost, Timeline
+from fxpipe.schedule import AUTO, Timeline
 from passes import Project
 from passes.common.modes import Modes, is_never, of_stages
 from passes.common.segments import Segments, counts, in_words
@@ -335,9 +336,7 @@ class Views:
         """The training step, or the call without one, predicted from measured or estimated
         costs."""
         _, chunks = self._runner.reported()
-        if self.measured is not None:
-            return self._simulated(chunks, measured_costs(self.measured, len(self.stages)))
-        return self._simulated(chunks, self._estimated(chunks))
+        return self._simulated(chunks, self.measured)
 
     def _predicted(self, chunks: int) -> Timeline | None:
         """The training step for a number of micro-batches, predicted from estimated costs; None if
@@ -348,24 +347,29 @@ class Views:
             # user has given action by action is for one number of micro-batches only.
             return None
         try:
-            return self._simulated(chunks, self._estimated(chunks))
+            return self._simulated(chunks)
         except ValueError:  # the schedule cannot run
             return None
 
-    def _estimated(self, chunks: int) -> list[StageCost]:
-        costs = [stage.cost for stage in self.stages]
-        return estimated_costs(costs, chunks, self._modes, self._segments)
-
-    def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
+    def _simulated(self, chunks: int, measured: Timeline | None = None) -> Timeline:
         options, layout = self._options, self.skip_layout
         of_each = [stage.cost for stage in self.stages]
         schedule = options.schedule_for(chunks, of_each, self._modes, self._segments)
         graph = self.model_graph.graph
         kept = stage_memory(of_each, layout, graph, training=options.training)
-        modes = of_stages(self._modes, len(kept))
-        for i, number in enumerate(counts(self._segments, self._modes, len(kept))):
-            if number > 1:
-                kept[i] = in_segments(kept[i], modes[i], segmented(self.stages[i].module, number))
+        numbers = counts(self._segments, self._modes, len(kept))
+        parts = [
+            segmented(stage.module, number) if number > 1 else None
+            for stage, number in zip(self.stages, numbers, strict=True)
+        ]
+        for i, mode in enumerate(of_stages(self._modes, len(kept))):
+            if (own := parts[i]) is not None:
+                kept[i] = in_segments(kept[i], mode, own)
+        costs = (
+            estimated_costs(of_each, chunks, self._modes, list(map(parts_of, parts)))
+            if measured is None
+            else measured_costs(measured, len(kept))
+        )
         loss = self._runner.described()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
         found = predicted(

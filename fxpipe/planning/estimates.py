@@ -55,7 +55,6 @@ from passes.common.modes import (
     moved,
     of_stages,
     offloaded,
-    recomputed,
     run_again,
 )
 from passes.common.segments import Segments, counts
@@ -66,7 +65,10 @@ PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two 
 
 
 def estimated_costs(
-    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never", segments: Segments = 1
+    costs: Sequence[Cost],
+    chunks: int,
+    checkpoint: Modes = "never",
+    segments: Sequence[Sequence[float]] | None = None,
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
@@ -75,25 +77,45 @@ def estimated_costs(
     so in several ``segments``, all but the last segment wait until the backward has come to them,
     so that these count as part of the backward, as the average over the micro-batches. Where the
     results of products are kept, the forward that is run again is one without them.
+
+    ``segments``: the part of each stage's forward that each segment takes, as [0.5, 0.5]; None:
+    each stage has one segment.
     """
     found, modes = [], of_stages(checkpoint, len(costs))
-    parts = counts(segments, checkpoint, len(costs))
-    for cost, mode, count in zip(costs, modes, parts, strict=True):
-        again = recomputed(mode, chunks)
+    shares = segments or [[1.0]] * len(costs)
+    for cost, mode, parts in zip(costs, modes, shares, strict=True):
+        number = run_again(mode, len(parts))
+        again = checkpointed(mode, chunks) / chunks * sum(parts[:number])
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         second = cost.selective_s / chunks if mode == SELECTIVE else forward
         # The segment that is recomputed ahead of the whole backward, unless the last one is kept.
-        last = second / count if run_again(mode, count) == count else 0.0
+        last = second * parts[-1] if number == len(parts) else 0.0
         found.append(
             StageCost(
                 forward,
-                half + again * (second - last),
+                half + again * second - checkpointed(mode, chunks) / chunks * last,
                 half,
                 recompute=0.0 if moved(mode) else last,
                 checkpointed=checkpointed(mode, chunks),
             )
         )
     return found
+
+
+def equal(segments: Segments, checkpoint: Modes, stages: int) -> list[list[float]]:
+    """The parts of each stage's forward that its segments take, if these take equally long."""
+    return [[1 / number] * number for number in counts(segments, checkpoint, stages)]
+
+
+def parts_of(segments: fx.GraphModule | None) -> list[float]:
+    """The parts of a stage's forward that its segments take, by the costs of their nodes; None: it
+    has one."""
+    if segments is None:
+        return [1.0]
+    calls = segments.graph.find_nodes(op="call_module")
+    own = [cost_of(attribute(segments, str(call.target)).graph.nodes).forward_s for call in calls]
+    whole = sum(own)
+    return [each / whole if whole else 1 / len(own) for each in own]
 
 
 def with_moves(

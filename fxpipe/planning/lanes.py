@@ -19,6 +19,7 @@ from fxpipe.planning.estimates import (
     estimated_costs,
     host_links,
     in_segments,
+    parts_of,
     stage_memory,
     step_memory,
     traffic,
@@ -297,7 +298,9 @@ class PlannedLanes:
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
-        costs = with_moves(self._costs(cut, modes, segments), kept, self.chunks, modes)
+        parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
+        costs = estimated_costs(self._costs(cut), self.chunks, modes, list(map(parts_of, parts)))
+        costs = with_moves(costs, kept, self.chunks, modes)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once, host=host_links(self.specs))
         if order is None:
@@ -450,8 +453,8 @@ class PlannedLanes:
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
-    def _costs(self, cut: CutModel, modes: Modes, segments: Segments) -> list[StageCost]:
-        """The seconds that a micro-batch takes at each stage, on the stage's own device."""
+    def _costs(self, cut: CutModel) -> list[Cost]:
+        """The seconds that a mini-batch takes at each stage, on the stage's own device."""
         devices = cut.devices
         found = [Cost()] * len(devices)
         for node, s in zip(cut.problem.work, cut.stage, strict=True):
@@ -464,7 +467,7 @@ class PlannedLanes:
                 again_s=times * cost.again_s,
                 operators=cost.operators,
             )
-        return estimated_costs(found, self.chunks, modes, segments)
+        return found
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The link between each pair of lanes, which is as slow as the slower of their devices'

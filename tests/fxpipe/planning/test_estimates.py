@@ -11,10 +11,12 @@ from torch import nn
 
 import fxpipe
 from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import stage_nodes
 from fxpipe.planning import estimates
-from fxpipe.planning.estimates import estimated_costs, measured_costs, predicted
+from fxpipe.planning.estimates import estimated_costs, measured_costs, parts_of, predicted
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout
+from passes.to_stages.segments import segmented
 from tests.fxpipe.planning.plans import FREE_LINKS
 from tests.zoo import MLP, gradients, same
 
@@ -38,8 +40,29 @@ def test_a_checkpointed_micro_batch_recomputes_its_last_segment_ahead_of_its_bac
     stage = Cost(forward_s=4.0, backward_s=8.0)
     (whole,) = estimated_costs([stage], 4, "except_last")
     assert whole == StageCost(1.0, 1.0, 1.0, recompute=1.0, checkpointed=3)
-    (parted,) = estimated_costs([stage], 4, "always", segments=4)
+    (parted,) = estimated_costs([stage], 4, "always", segments=[[0.25] * 4])
     assert parted == StageCost(1.0, 1.75, 1.0, recompute=0.25, checkpointed=4)
+
+
+def test_of_a_stage_that_is_run_again_in_part_its_first_segments_take_their_own_time():
+    stage = Cost(forward_s=4.0, backward_s=8.0)
+    (half,) = estimated_costs([stage], 4, "always 1/2", segments=[[0.75, 0.25]])
+    assert half == StageCost(1.0, 1.75, 1.0, recompute=0.0, checkpointed=4)
+
+
+def test_segments_take_the_time_of_their_nodes():
+    """Segments save about as much as each other: here two layers and two activation functions, and
+    four activation functions."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), *(nn.Tanh() for _ in range(6)))
+    x = torch.randn(512, 64)
+    with fxpipe.compile(model, ["cpu"], chunks=2, costs="analytic", example_inputs=(x,)) as pipe:
+        (stage,) = pipe.stages
+        own = [node.meta["cost"].forward_s for node in stage_nodes(stage.module.graph)]
+        first, second = parts_of(segmented(stage.module, 2))
+        assert parts_of(None) == [1.0]
+    assert len(own) == 8
+    assert first == pytest.approx(sum(own[:4]) / sum(own)) and first + second == pytest.approx(1)
+    assert first > 0.5
 
 
 def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
