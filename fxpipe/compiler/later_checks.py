@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.log import logged, wants_log
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
@@ -116,7 +117,7 @@ class LaterChecks(Staging):
             return
         if mode.left_out.meets(labels, sizes, wait=is_checked):
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(
+            self._check_once_more(
                 mode.of_loss, lambda: self._loss_dim(mode, readings, len(sizes), asked)
             )
 
@@ -136,7 +137,7 @@ class LaterChecks(Staging):
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(
+            self._check_once_more(
                 mode.of_model, lambda: self._check_again(mode, args, kwargs, asked)
             )
 
@@ -171,10 +172,6 @@ class LaterChecks(Staging):
             model = Twin(self.model).model
             with self._where_it_runs(model, Structure.of((some, named))[0]):
                 return meaning_of(model, some, named, asked, compiled=mode.in_dims)
-
-    def _tell_of_labels(self, batches: Batches, check: Callable[[], Finding]) -> None:
-        """Warn of labels that the loss leaves out, by a check with the mini-batch that has them."""
-        _check_once_more(batches, check)
 
     def _notice_numbers_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -247,18 +244,21 @@ class LaterChecks(Staging):
     def _tell_of_numbers(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Warn, by a check, if changed numbers have changed what micro-batches mean."""
         if not self.is_on_meta():
-            _check_once_more(batches, check)
+            self._check_once_more(batches, check)
 
-
-def _check_once_more(batches: Batches, check: Callable[[], Finding]) -> None:
-    batches.is_unsettled = True
-    try:
-        batches.note(check())
-    except Exception as error:
-        error.add_note(
-            "in fxpipe: while it was checked once more what micro-batches mean (as numbers or "
-            "labels have changed that this depends on, or as this mini-batch is one of those that "
-            "are checked in any case); with check=False nothing is checked"
-        )
-        raise
-    batches.is_unsettled = False
+    def _check_once_more(self, batches: Batches, check: Callable[[], Finding]) -> None:
+        """Check what micro-batches mean with a later mini-batch, which may take as long as with the
+        first one: so the log says that it is done."""
+        title = f"{type(self.model).__name__}: check of a later mini-batch"
+        batches.is_unsettled = True
+        try:
+            with logged(title, self.options.verbose or wants_log()):
+                batches.note(check())
+        except Exception as error:
+            error.add_note(
+                "in fxpipe: while it was checked once more what micro-batches mean (as numbers or "
+                "labels have changed that this depends on, or as this mini-batch is one of those "
+                "that are checked in any case); with check=False nothing is checked"
+            )
+            raise
+        batches.is_unsettled = False

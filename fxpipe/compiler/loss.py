@@ -3,7 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -81,8 +81,14 @@ def _given(output: Any, target: Any) -> str:
     """What a ``loss_fn`` that has failed was given, as the caller sees the mini-batch only."""
     return (
         "in fxpipe: loss_fn is called for each micro-batch; here with an output of "
-        f"{_shapes(output)} and a target of {_shapes(target)}"
+        f"{_shapes(output)} and a target of {_shapes(target)}{_keys(target)}"
     )
+
+
+def _keys(target: Any) -> str:
+    if not isinstance(target, Mapping) or not target:
+        return ""
+    return f", a dict with {', '.join(map(repr, target))}"
 
 
 def _shapes(value: Any) -> str:

@@ -298,7 +298,7 @@ class Explaining:
             f"A {'training step' if training else 'call'} takes {human_time(whole)}, by "
             f"prediction; one after the other, the stages would take {human_time(sum(busy))}. So "
             f"{_counted(lanes, 'lane')} {'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} "
-            "times as fast as one."
+            "times as fast as one that runs the same micro-batches."
             + (
                 " Lanes on one device share it: this prediction is for lanes that each have a "
                 "device, or cores, of their own."
@@ -455,6 +455,11 @@ class Explaining:
                 "These are predictions from the times of nodes, as the first prediction above is; "
                 f"the measured times of the stages, {times:.3g} times as long, are not in them, as "
                 "they say nothing of another cut or of other micro-batches."
+            )
+        if len(set(self.options.names)) < len(self.options.lanes):
+            sentences.append(
+                "These are predictions, too, for lanes that each have a device, or cores, of their "
+                "own."
             )
         for each in found:
             sentences += [f"{each}:", f"    pipe = {each.call}"]

@@ -223,8 +223,9 @@ def by_values(verdict: Verdict, read: DifferingValue) -> str:
         else ('. A difference that does no harm is accepted with check="warn"')
     )
     remedy = problem.remedy or (
-        "compute it from the whole batch ahead of the call, and cut the inputs to that size there, "
-        "and not in the model, or give it to the model as an argument, an int; or give chunks=1"
+        "compute it from the whole batch ahead of the call, and give it to the model as an "
+        "argument, a Python number (where it is a size, the inputs may also be cut to it there, "
+        "and not in the model); or give chunks=1"
     )
     return (
         f"{problem.path} depends on a number that the model reads from the values of "

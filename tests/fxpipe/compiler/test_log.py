@@ -2,6 +2,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from tests.zoo import MLP
@@ -19,6 +20,21 @@ def test_verbose_says_of_every_compilation_where_its_time_went(caplog):
     assert all(f"\n  {name} " in kind for name in ("check", "trace", "cost", "partition"))
     assert "\n    symbolic " in kind
     assert pipeline.startswith("MLP: pipeline of 6 micro-batches")
+
+
+def test_verbose_says_when_a_loss_is_checked_again_with_a_later_mini_batch(caplog):
+    options = {"chunks": 2, "loss_fn": nn.functional.mse_loss, "verbose": True}
+    x, target = torch.randn(4, 12), torch.randn(4, 12)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(MLP(), ["cpu"] * 2, **options) as pipe,
+    ):
+        pipe.step(x, target=target)
+        caplog.clear()
+        for _ in range(3):  # the 2nd mini-batch is checked, the 3rd and the 4th are not
+            pipe.step(x, target=target)
+    (table,) = [each.getMessage() for each in caplog.records if "of CPU" in each.getMessage()]
+    assert table.startswith("MLP: check of a later mini-batch")
 
 
 def test_each_compilation_is_logged_with_its_reason_its_guards_and_the_cut(caplog):

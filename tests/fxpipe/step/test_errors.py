@@ -170,6 +170,13 @@ def test_where_a_loss_fails_the_error_says_what_it_was_given():
     assert f"called for each micro-batch; here with {shapes}" in caught.value.__notes__[0]
 
 
+def test_where_a_loss_asks_for_what_a_dict_lacks_the_error_names_its_keys():
+    pipe = compiled(loss_fn=lambda output, target: (output - target["y"]).square().mean())
+    with pipe, pytest.raises(KeyError) as caught:
+        pipe.step(torch.randn(4, 12), target={"labels": torch.randn(4, 12), "mask": torch.ones(4)})
+    assert "a target of (1, 12), (1,), a dict with 'labels', 'mask'" in caught.value.__notes__[0]
+
+
 def test_to_measure_a_model_without_a_loss_it_is_compiled_without_training():
     """A step is measured, and it has to have a loss."""
     x = torch.randn(4, 12)
