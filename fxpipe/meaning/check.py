@@ -203,8 +203,9 @@ def _checked(
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
                 if not set(before) & set(found):  # each sample has a way, and another one
-                    wrong = (confirmed(each, path, MEAN) for each in verdict.trials)
-                    failed.setdefault(path, []).extend(filter(None, wrong))
+                    means = (confirmed(each, path, MEAN) for each in verdict.trials)
+                    if wrong := list(filter(None, means)):
+                        failed.setdefault(path, []).extend(wrong)
         if not question.has_values:
             break  # all samples are the same
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
