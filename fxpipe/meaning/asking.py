@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
 from fxpipe.meaning.sample import part, sampled
 from fxpipe.meaning.stilled import batch_norms, dropouts
-from fxpipe.meaning.trial import SIZES, Question, Trial, of_own_values, ran
+from fxpipe.meaning.trial import SIZES, Question, Trial, of_own_values, ran, taken
 from fxpipe.meaning.values_read import differing_value
 from fxpipe.meaning.weights import (
     Fill,
@@ -42,7 +42,7 @@ from fxpipe.meaning.weights import (
     weighed,
     with_ignored,
 )
-from fxpipe.runtime.microbatch import WEIGHTED
+from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
 from fxpipe.trace.itself import OnTheInputs
@@ -272,6 +272,22 @@ class Asking:
             return None
         if trial.has_one_history:
             return None
+        problem = self._of_gradients(trial, dims, known)
+        if problem is None or not problem.is_slight or self.listed is not None:
+            return problem
+        # Where a decision has been tipped by rounding errors, it is another one in another sample.
+        other = self._another(trial, dims)
+        return problem if other is None or self._of_gradients(other, dims, known) else None
+
+    def _another(self, trial: Trial, dims: InDims) -> Trial | None:
+        """A further sample like this one; None if the model does not take it."""
+        counts = self.asked.counts
+        tensors = sampled(self.tensors, dims, trial.sizes, trial.level, TRIALS, counts)
+        other = Trial(trial.sizes, trial.level, tensors, {}, [])
+        return next(iter(taken(self.runs.output_of, other, dims)), None)
+
+    def _of_gradients(self, trial: Trial, dims: InDims, known: Mapping[str, Dim]) -> Problem | None:
+        """How the gradients of this sample differ from those of its parts; None if they do not."""
         for inputs in (self.runs.real, {}) if self.runs.real else ({},):
             try:
                 recorded, model = self.runs.recorded, self.runs.model

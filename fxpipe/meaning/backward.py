@@ -41,6 +41,9 @@ from fxpipe.trace.gradients import (
     total,
 )
 
+SLIGHT = 0.1
+"""A difference that is a smaller part of a gradient is slight (:class:`Problem`)."""
+
 Recorded = Callable[[list[Tensor], Callable[[list[Any], bool], Any]], Any]
 """``recorded(tensors, use)`` runs a model on tensors while autograd records, and returns
 ``use([output], hooked)``; ``hooked`` says whether the run has registered hooks on tensors, which
@@ -125,10 +128,13 @@ def backward_problem(
             if apart and apart.largest > TOLERANCE * max(apart.scale, SMALL * largest):
                 far = [(grads[place] - of_inputs[place]).abs().max() for _, grads in noisy()]
                 if apart.largest > NOISE * max(far).item():
-                    return Problem("gradient", _about_an_input(name, apart, trial))
+                    text = _about_an_input(name, apart, trial)
+                    slight = apart.largest <= SLIGHT * apart.scale
+                    return Problem("gradient", text, is_slight=slight)
         return None
     rows, sizes = sum(trial.sizes), " and ".join(map(str, trial.sizes))
     alone, together = f"{sizes} rows by themselves", f"{rows} rows at once"
+    is_slight = False
     if found.lost:
         names = listed(found.lost)
         text = f"{names} has no gradient from {alone}, and one from {together}"
@@ -145,7 +151,12 @@ def backward_problem(
             f"together: added up from {sizes} rows it differs by {by:.2g} (in a random direction; "
             f"its size is {one.size:.2g}) from the gradient of {together}"
         )
-    return Problem("gradient", text)
+        is_slight = all(
+            _apart(one, other) <= SLIGHT * one.size
+            for one, other in ((expected[n], total(parts)[n]) for n in found.others)
+            if one is not None and other is not None
+        )
+    return Problem("gradient", text, is_slight=is_slight)
 
 
 def _is_rounding(

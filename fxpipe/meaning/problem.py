@@ -18,5 +18,8 @@ class Problem:
     """Whether the output is a single floating-point number, such as a loss. This is no reason to
     refuse a call, as gradient accumulation gives the same number."""
     difference: Difference | None = None
+    is_slight: bool = False
+    """Whether a gradient differs by so little that rounding errors may have tipped a decision
+    between nearly equal values, as a ReLU takes one near zero."""
     remedy: str = ""
     """What a user may do about it, if that is something else than for most problems."""

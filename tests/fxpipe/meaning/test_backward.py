@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.meaning.problem import Problem
 from tests.kernels import by_shape
 
 TWO = ["cpu", "cpu"]
@@ -43,6 +45,9 @@ class Net(nn.Module):
         return self.b(h)
 
 
+SLIGHT = Problem("gradient", "the gradient differs", is_slight=True)
+LARGE = Problem("gradient", "the gradient differs")
+
 ACROSS = {
     "centred": lambda grad: grad - grad.mean(0),
     "clipped": lambda grad: grad / grad.norm(),
@@ -59,6 +64,38 @@ def compiled(model, **options):
 def test_a_backward_that_puts_rows_together_is_refused(name, by):
     with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight, a\.bias depends on which"):
         compiled(Net(ACROSS[name], by))
+
+
+@pytest.mark.parametrize("by", ["function", "hook"])
+def test_so_is_one_that_does_so_a_little_in_every_sample(by):
+    def change(grad):
+        return grad + 0.01 * grad.mean(0)
+
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a.weight depends on which"):
+        compiled(Net(change, by))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_refused"),
+    [
+        ([SLIGHT, None], False),  # a ReLU, say, of a value near zero in the first of the samples
+        ([SLIGHT, SLIGHT], True),
+        ([LARGE], True),  # another sample is not asked for
+    ],
+)
+def test_a_slight_difference_has_to_be_there_in_another_sample(found, is_refused, monkeypatch):
+    samples, problems = [], iter(found)
+
+    def problem(recorded, model, trial, *_):
+        samples.append(trial.tensors)
+        return next(problems)
+
+    monkeypatch.setattr("fxpipe.meaning.asking.backward_problem", problem)
+    refused = pytest.raises(fxpipe.BatchError, match="the gradient differs")
+    with refused if is_refused else contextlib.nullcontext():
+        compiled(Net(torch.clone))  # whose backward has a function of a user's, so it is run
+    assert len(samples) == len(found)
+    assert len(samples) == 1 or not torch.equal(samples[0][0], samples[1][0])
 
 
 def test_it_is_accepted_with_a_warning():
