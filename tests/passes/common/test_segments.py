@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.common.modes import MODES, SHARES
+from passes.common.modes import MODES, PARTS, SHARES
 from passes.common.segments import NUMBERS, counts, in_words, is_open, segments_of, simplest, ways
 
 
@@ -69,6 +69,7 @@ def test_a_stage_may_choose_each_mode_with_each_number_but_one_that_keeps_all_ha
     assert found == [
         ("never", 1),
         *(("selective", number) for number in NUMBERS),
+        *((part, 1) for part in PARTS),  # it has the segments that it needs
         *(("except_last", number) for number in NUMBERS),
         *(("always", number) for number in NUMBERS),
     ]
