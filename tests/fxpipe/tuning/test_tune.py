@@ -86,11 +86,14 @@ def test_segments_may_be_those_of_each_stage_or_be_chosen(tmp_path):
     limit = 0.55 * max(planned(FREE_LINKS, checkpoint="never").best.memory)
     tight = FREE_LINKS.with_memory(limit)
     assert not any(t.fits for t in planned(tight, checkpoint_segments=[1]).trials)
-    given, chosen = (planned(tight, checkpoint_segments=[n]).best for n in ([1, 2], "auto"))
+    given = planned(tight, checkpoint_segments=[[1, 2]]).best
     assert given.options["checkpoint_segments"] == [1, 2]
-    assert chosen.options == given.options and chosen.seconds == given.seconds
-    found = planned(tight, checkpoint_segments=["auto"])
+    found = planned(tight, checkpoint="always", checkpoint_segments=["auto"])
+    assert found.best.options == given.options and found.best.seconds == given.seconds
     assert "always, always in 2 segments" in str(found)
+    found = planned(tight, checkpoint_segments=["auto"])
+    assert found.best.options["checkpoint"] == ["always", "always 1/2"]
+    assert found.best.seconds < given.seconds
     found.save(tmp_path / "tuning.json")
     assert Tuning.load(tmp_path / "tuning.json").best == found.best
     with pytest.raises(ValueError, match="checkpoint_segments is 0: give"):
