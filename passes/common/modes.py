@@ -37,7 +37,7 @@ time: one that is computed, and one on its way."""
 SHARES = "1/4", "1/2", "3/4"
 """The parts among which the compiler chooses, where a part of a stage's activations moves, or a
 part of its segments is run again."""
-PARTS = tuple(f"{ALWAYS} {share}" for share in SHARES)
+PARTS = tuple(f"{ALWAYS} {share}" for share in SHARES)  # "always 1/4", and so on
 AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
