@@ -21,7 +21,7 @@ from fxpipe.ir.devices import DeviceSpec, spec_of
 from fxpipe.ir.given import check_call
 from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import ROWS
-from fxpipe.planning.estimates import equal, estimated_costs
+from fxpipe.planning.estimates import equal_parts, estimated_costs
 from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.loss import without_values
@@ -292,7 +292,7 @@ class Options:
             self.placement,
             chunks,
             lambda: estimated_costs(
-                costs, chunks, checkpoint, equal(segments, checkpoint, len(costs))
+                costs, chunks, checkpoint, equal_parts(segments, checkpoint, len(costs))
             ),
             whole=self._chunks,
         )

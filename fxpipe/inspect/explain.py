@@ -458,7 +458,7 @@ class Explaining:
             )
         if len(set(self.options.names)) < len(self.options.lanes):
             sentences.append(
-                "These are predictions, too, for lanes that each have a device, or cores, of their "
+                "These, too, are predictions for lanes that each have a device, or cores, of their "
                 "own."
             )
         for each in found:

@@ -102,7 +102,7 @@ def estimated_costs(
     return found
 
 
-def equal(segments: Segments, checkpoint: Modes, stages: int) -> list[list[float]]:
+def equal_parts(segments: Segments, checkpoint: Modes, stages: int) -> list[list[float]]:
     """The parts of each stage's forward that its segments take, if these take equally long."""
     return [[1 / number] * number for number in counts(segments, checkpoint, stages)]
 
