@@ -40,12 +40,12 @@ from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
     estimated_costs,
-    host_links,
     in_segments,
     measured_costs,
     parts_of,
     predicted,
     stage_memory,
+    step_links,
     step_memory,
     with_moves,
 )
@@ -375,11 +375,9 @@ class Views:
         found = predicted(
             schedule,
             with_moves(costs, kept, chunks, self._modes),
-            layout,
-            options.names,
+            step_links(layout, chunks, options.specs, list(map(str, options.lanes)), graph),
             memory,
             training=options.training,
-            hosts=host_links(options.specs),
         )
         return replace(found, lanes=tuple(self.lane_names))
 

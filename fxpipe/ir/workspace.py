@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -38,18 +38,25 @@ class NodeWorkspace:
         weights: the bytes of the largest gradient of a parameter, times the micro-batches, since
             each of them makes one of this size, however few rows it has. It is not part of
             ``backward``.
+        is_deferrable: whether a backward in two halves makes those in the second one. Until then
+            it keeps the gradient of the node's value, and what the node has saved.
     """
 
     forward: int = 0
     backward: int = 0
     gradients: tuple[int, ...] = ()
     weights: int = 0
+    is_deferrable: bool = False
 
     def times(self, count: int) -> NodeWorkspace:
         """What ``count`` such nodes need, one for each part of a mini-batch."""
-        gradients = tuple(size if size < 0 else size * count for size in self.gradients)
-        forward, backward, weights = self.forward, self.backward, self.weights
-        return NodeWorkspace(forward * count, backward * count, gradients, weights * count)
+        return replace(
+            self,
+            forward=self.forward * count,
+            backward=self.backward * count,
+            gradients=tuple(size if size < 0 else size * count for size in self.gradients),
+            weights=self.weights * count,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,14 @@ class StageWorkspace:
         again: in a forward that keeps the stage's inputs only, beyond these. It saves activations
             too, and frees them at its end.
         backward: in a backward that frees activations as it goes, with the gradients of results.
-        half: in the first half of a backward, which frees none.
+        half: in the first half of a backward, which frees what the second half does not need, and
+            keeps gradients for it.
         weights: in the second half of a backward: the largest gradient of a parameter, which is
             there beside the ``.grad`` that it is added to.
         kept_inputs: how many bytes of the stage's inputs are among its activations.
         alone: in a forward that no backward follows. The caller of the stage holds its inputs until
             it is done, and they are kept nowhere else.
+        between: all bytes that are kept from the first half of a backward to the second.
     """
 
     forward: int = 0
@@ -77,6 +86,7 @@ class StageWorkspace:
     weights: int = 0
     kept_inputs: int = 0
     alone: int = 0
+    between: int = 0
 
     def or_more(self, other: StageWorkspace) -> StageWorkspace:
         """What is enough for this stage, and for another one, whichever runs; the inputs are those
@@ -89,6 +99,7 @@ class StageWorkspace:
             max(self.weights, other.weights),
             self.kept_inputs,
             max(self.alone, other.alone),
+            max(self.between, other.between),
         )
 
 
@@ -101,14 +112,17 @@ def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
     """What a stage needs that consists of these nodes."""
     walk = _Walk(nodes)
     kept = sum(walk.kept.values())
+    backward, _ = walk.backward(in_halves=False)
+    half, between = walk.backward(in_halves=True)
     return StageWorkspace(
         walk.forward(walk.kept, {}) - kept,
         walk.forward(walk.kept, walk.inputs) - sum(walk.inputs.values()),
-        walk.backward(frees=True) - kept,
-        walk.backward(frees=False) - kept,
+        backward - kept,
+        half - kept,
         max((_workspace(node).weights for node in nodes), default=0),
         sum(size for memory, size in walk.inputs.items() if memory in walk.kept),
         walk.forward(walk.kept, walk.inputs) - kept,
+        between,
     )
 
 
@@ -163,11 +177,11 @@ class _Walk:
     def _uses(self, node: fx.Node) -> list[int]:
         return [memory for source in node.all_input_nodes for memory in self._memories(source)]
 
-    def backward(self, frees: bool) -> int:
-        """The most bytes in a backward. ``frees``: whether it is a whole one, which also makes the
-        gradients of parameters, and frees what nobody needs any more."""
+    def backward(self, in_halves: bool) -> tuple[int, int]:
+        """The most bytes in a backward, or in its first half, and those that are kept from this
+        half to the second one, which is for nodes whose gradients of parameters are put off."""
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
-        there, grads = _Bytes(self.kept), _PendingGradients()
+        there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
             for tensor, count in _tensors(node):
                 grads.put(tensor, memory_bytes(tensor) * count * tensor.requires_grad)
@@ -175,17 +189,20 @@ class _Walk:
         for node in reversed(self.nodes):
             found = (grads.take(tensor) for tensor, _ in _tensors(node))
             incoming = [number for number in found if number is not None]
+            is_put_off = in_halves and bool(incoming) and _workspace(node).is_deferrable
             if incoming:
-                needed = _workspace(node).backward + _workspace(node).weights * frees
+                needed = _workspace(node).backward + _workspace(node).weights * (not is_put_off)
                 most = max(most, there.total + grads.bytes.total + needed)
                 for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
                     if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
                         grads.put(tensor, size, incoming[0])
-                grads.drop(incoming)
-            if frees:
-                uses.subtract(list(self.saved[node]))
-                there.drop(m for m in self.saved[node] if not uses[m])
-        return most
+            if is_put_off:
+                put_off.update(incoming)
+                continue
+            grads.drop(incoming)
+            uses.subtract(list(self.saved[node]))
+            there.drop(m for m in self.saved[node] if not uses[m])
+        return most, there.total + grads.bytes.of(put_off)
 
 
 class _Bytes:
@@ -204,6 +221,10 @@ class _Bytes:
     def drop(self, memories: Iterable[int]) -> None:
         for memory in memories:
             self.total -= self._sizes.pop(memory, 0)
+
+    def of(self, memories: Iterable[int]) -> int:
+        """The bytes of some memories."""
+        return sum(self._sizes.get(memory, 0) for memory in memories)
 
 
 class _PendingGradients:

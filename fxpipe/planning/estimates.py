@@ -58,10 +58,9 @@ from passes.common.modes import (
     run_again,
 )
 from passes.common.segments import Segments, counts
-from passes.common.skips import Hop, SkipLayout
+from passes.common.skips import SkipLayout
 
 LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of spans for which schedules have no action
-PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two devices
 
 
 def estimated_costs(
@@ -168,7 +167,7 @@ def measured_costs(
 
 
 def traffic(
-    layout: SkipLayout, chunks: int, gradient_bytes: Callable[[Hop], int] | None = None
+    layout: SkipLayout, chunks: int, graph: fx.Graph | None = None
 ) -> tuple[list[Edge], list[Edge]]:
     """The bytes that stages send to each other, as two lists of edges.
 
@@ -178,14 +177,16 @@ def traffic(
 
     Args:
         layout: the values that stages send, with their bytes for a mini-batch.
-        gradient_bytes: gives the bytes of the gradient that comes back for a value, for a
-            mini-batch. None: a gradient has as many bytes as its value.
+        graph: the model graph, which says what values get a gradient. None: a gradient has as many
+            bytes as its value.
     """
+    nodes = {} if graph is None else {_name_of(node): node for node in graph.nodes}
     there, back, once = Counter[tuple[int, int]](), Counter[tuple[int, int]](), []
     for hop in layout.hops:
         if hop.source is None:  # inputs of the model are on their stage when the step begins
             continue
-        returned = hop.bytes if gradient_bytes is None else gradient_bytes(hop)
+        node = nodes.get(hop.value)
+        returned = hop.bytes if node is None else batch_bytes(node, trained=True)
         if hop.once:
             once.append(Edge(hop.source, hop.target, hop.bytes, returned))
         else:
@@ -194,39 +195,56 @@ def traffic(
     return [Edge(*ends, there[ends] / chunks, back[ends] / chunks) for ends in there], once
 
 
-def host_links(specs: Sequence[DeviceSpec]) -> dict[int, Link]:
-    """The links of lanes to the host's memory, of those whose devices have one."""
-    return {
+def _name_of(node: fx.Node) -> str:
+    """The name by which a layout knows the value of a node of a model graph."""
+    return str(node.target) if node.op == "get_attr" else node.name
+
+
+def step_links(
+    layout: SkipLayout,
+    chunks: int,
+    specs: Sequence[DeviceSpec],
+    names: Sequence[str],
+    graph: fx.Graph | None = None,
+) -> Links:
+    """How data travels in a step: between two lanes over a link that is as slow as the slower of
+    their devices' links, and from a lane to the host's memory over that of its device.
+
+    Args:
+        layout, chunks, graph: as for :func:`traffic`.
+        specs: the description of each lane's device.
+        names: the name of each lane's device. Between lanes of one name nothing has to travel.
+    """
+    edges, once = traffic(layout, chunks, graph)
+    between = {
+        (a, b): Link(
+            max(one.link_latency_s, other.link_latency_s),
+            min(one.link_bytes_per_s, other.link_bytes_per_s),
+        )
+        for a, one in enumerate(specs)
+        for b, other in enumerate(specs)
+        if names[a] != names[b]
+    }
+    host = {
         lane: Link(spec.link_latency_s, spec.host_bytes_per_s)
         for lane, spec in enumerate(specs)
         if spec.host_bytes_per_s
     }
+    return Links(edges, between=between, once=once, host=host)
 
 
 def predicted(
     schedule: Schedule,
     costs: Sequence[StageCost],
-    layout: SkipLayout,
-    devices: Sequence[str],
+    links: Links,
     memory: Memory | None = None,
     *,
     training: bool = True,
-    hosts: Mapping[int, Link] | None = None,
 ) -> Timeline:
-    """Simulate a training step of a pipeline, or a call of it if ``training`` is False. ``devices``
-    has the name of each stage's device, and ``hosts`` the links of lanes to the host's memory.
-
-    A copy between different devices takes the time of a link such as PCIe; a copy within one device
-    takes none.
-    """
-    edges, once = traffic(layout, schedule.microbatches)
-    lanes = range(len(schedule.lanes))
-    where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
-    between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
-    links = Links(edges, between=between, once=once, host=hosts or {})
+    """Simulate a training step of a pipeline, or a call of it if ``training`` is False."""
     if not training:
         return simulate_forwards(schedule, costs, links, memory)
-    order = joined(schedule, [(edge.source, edge.target) for edge in edges])
+    order = joined(schedule, [(edge.source, edge.target) for edge in links.edges or ()])
     away = [stage for stage, cost in enumerate(costs) if cost.offloaded]
     return simulate(order.reloading(away), costs, links, memory)
 
@@ -285,6 +303,14 @@ class StageMemory:
         if mode == SELECTIVE:
             return self.products
         return self.activations - self.moves(mode, chunks) if moved(mode) else self.kept
+
+    @property
+    def released_by_half(self) -> float:
+        """The part of the activations that the first half of a backward frees, less the gradients
+        that it leaves for the second half; 0 if that is not known."""
+        if self.workspace is None or not self.activations:
+            return 0.0
+        return 1 - self.workspace.between / self.activations
 
     @property
     def kept_inputs(self) -> float:
@@ -456,6 +482,7 @@ def step_memory(
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
+        released_by_input=[stage.released_by_half for stage in stages],
         checkpointed=[away(mode, chunks) for mode in modes],
         inputs=[(stage.inputs + own) / chunks for stage, own in zip(stages, waiting, strict=True)],
         recomputed=[stage.activations_at_once / chunks for stage in stages],

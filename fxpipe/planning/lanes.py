@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 from torch import fx
 
-from fxpipe.ir.cost import Cost, batch_bytes, stage_costs
+from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
@@ -17,18 +17,17 @@ from fxpipe.planning.estimates import (
     LossMemory,
     StageMemory,
     estimated_costs,
-    host_links,
     in_segments,
     parts_of,
+    predicted,
     stage_memory,
+    step_links,
     step_memory,
-    traffic,
     with_moves,
 )
 from fxpipe.planning.loss import SavedByLoss, loss_memory
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
-    Link,
     Links,
     Memory,
     NoRoom,
@@ -39,8 +38,6 @@ from fxpipe.schedule import (
     named,
     peaks,
     schedule_of,
-    simulate,
-    simulate_forwards,
 )
 from fxpipe.schedule.choice import AUTO
 from fxpipe.schedule.recomputation import recomputed_cells
@@ -48,7 +45,7 @@ from passes.chain import Chain, ToStages, run
 from passes.common.modes import AUTO as AUTO_MODES
 from passes.common.modes import Modes, choices, moved, of_stages, plain
 from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest, ways
-from passes.common.skips import Hop, SkipLayout, skip_layout
+from passes.common.skips import SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
@@ -57,23 +54,6 @@ from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import CutProblem, machine, problem
 from passes.to_stages.segments import segmented
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """The values that the stages of a cut send to each other."""
-
-    cut: CutProblem
-    layout: SkipLayout
-
-    @cached_property
-    def _values(self) -> dict[str, fx.Node]:
-        nodes = self.cut.work[0].graph.nodes
-        return {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
-
-    def gradient_bytes(self, hop: Hop) -> int:
-        """The bytes of the gradient that comes back for a value, for a mini-batch."""
-        return batch_bytes(self._values[hop.value], trained=True)
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ class CutModel:
         devices: the description of each stage's device, with the memory that the cut could take.
         contains: what is in each stage, in words.
         modules: the stages.
-        sent: what the stages send to each other.
+        layout: what the stages send to each other.
         kept: the bytes that each stage keeps, if no micro-batch is checkpointed.
         reserve: the bytes of each stage that the cut has left free.
         loss: what the loss takes beside what the last stage keeps.
@@ -101,7 +81,7 @@ class CutModel:
     devices: tuple[DeviceSpec, ...]
     contains: tuple[str, ...]
     modules: tuple[fx.GraphModule, ...]
-    sent: _Sent
+    layout: SkipLayout
     kept: tuple[StageMemory, ...]
     reserve: tuple[float, ...]
     loss: LossMemory
@@ -219,7 +199,7 @@ class PlannedLanes:
             tuple(devices),
             tuple(contains),
             tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
-            _Sent(found, layout),
+            layout,
             tuple(stage_memory(costs, layout, kept_graph, training=self.training)),
             tuple(reserve),
             loss_memory(self.loss, kept_graph),
@@ -301,8 +281,7 @@ class PlannedLanes:
         parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
         costs = estimated_costs(self._costs(cut), self.chunks, modes, list(map(parts_of, parts)))
         costs = with_moves(costs, kept, self.chunks, modes)
-        edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
-        links = Links(edges, between=self._between(), once=once, host=host_links(self.specs))
+        links = step_links(cut.layout, self.chunks, self.specs, self._names, cut.gm.graph)
         if order is None:
             are_whole = all(number == 1 for _, number in ways)
             order = self._ordered(costs, links, memory, cut.reserve, are_whole)
@@ -315,8 +294,7 @@ class PlannedLanes:
                 ]
             )
         order = order.reloading(memory.offloaded)
-        run = simulate if self.training else simulate_forwards
-        timeline = run(order, costs, links, memory)
+        timeline = predicted(order, costs, links, memory, training=self.training)
         return PlannedStep(modes, segments, kept, memory, order, timeline)
 
     def plan(self, cut: CutModel, step: PlannedStep) -> Plan:
@@ -349,7 +327,7 @@ class PlannedLanes:
                 )
                 for i in range(len(cut.devices))
             ),
-            cut.sent.layout,
+            cut.layout,
             step.order,
             timeline,
             step.modes,
@@ -468,16 +446,3 @@ class PlannedLanes:
                 operators=cost.operators,
             )
         return found
-
-    def _between(self) -> dict[tuple[int, int], Link]:
-        """The link between each pair of lanes, which is as slow as the slower of their devices'
-        links."""
-        return {
-            (a, b): Link(
-                max(one.link_latency_s, other.link_latency_s),
-                min(one.link_bytes_per_s, other.link_bytes_per_s),
-            )
-            for a, one in enumerate(self.specs)
-            for b, other in enumerate(self.specs)
-            if self._names[a] != self._names[b]
-        }

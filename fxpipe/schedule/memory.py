@@ -80,7 +80,9 @@ class Memory:
         activations: the bytes that each stage keeps of a micro-batch until its backward.
         fixed: the bytes that a lane holds all the time, such as parameters and their gradients: one
             number for all lanes, or one for each.
-        released_by_input: the fraction of the activations that the input half of a backward frees.
+        released_by_input: the fraction of the activations that the input half of a backward frees:
+            one number for all stages, or one for each. It is negative where that half leaves more
+            gradients for the other half than it frees.
         checkpointed: the number of micro-batches that are checkpointed, which are the first ones:
             one number for all stages, or one for each. They keep only ``inputs`` until their
             backward, which recomputes their activations.
@@ -101,7 +103,7 @@ class Memory:
 
     activations: Sequence[float]
     fixed: Bound = 0.0
-    released_by_input: float = 0.0
+    released_by_input: Bound = 0.0
     checkpointed: int | Sequence[int] = 0
     inputs: Bound = 0.0
     recomputed: Sequence[float] | None = None
@@ -133,18 +135,18 @@ class MemoryChanges:
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
         parts: list[float] = spread(memory.recomputed or sizes, stages, "recomputed of each stage")
-        released = memory.released_by_input
+        released: list[float] = spread(memory.released_by_input, stages, "part that is released")
         self._checkpointed = memory.again(stages)
-        self._kept = [_of_kept(size, released, 0.0) for size in sizes]
+        self._kept = [_of_kept(*each, 0.0) for each in zip(sizes, released, strict=True)]
         self._again = [
-            _of_checkpointed(*of_stage, released, 0.0)
-            for of_stage in zip(sizes, parts, inputs, shared, strict=True)
+            _of_checkpointed(*of_stage, 0.0)
+            for of_stage in zip(sizes, parts, inputs, shared, released, strict=True)
         ]
         if stages and memory.loss:
             own = memory.loss - memory.shared_with_loss
-            self._kept[-1] = _of_kept(sizes[-1], released, own)
+            self._kept[-1] = _of_kept(sizes[-1], released[-1], own)
             self._again[-1] = _of_checkpointed(
-                sizes[-1], parts[-1], inputs[-1], shared[-1], released, memory.loss
+                sizes[-1], parts[-1], inputs[-1], shared[-1], released[-1], memory.loss
             )
             if stages - 1 in memory.offloaded:  # its loss's backward begins the backward itself
                 begin, end = self._again[-1][Kind.RECOMPUTE]

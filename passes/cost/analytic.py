@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,7 @@ from fxpipe.ir.graph import (
 )
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from fxpipe.ir.workspace import NodeWorkspace
+from passes.common.deferrable import is_deferrable
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.common.signature import signature
 from passes.cost.load import Counting, Load
@@ -85,7 +86,7 @@ class AnalyticCost:
             work = runs.of(node)
             node.meta[WORK] = work
             node.meta[SAVED] = tuple(runs.saved(node, work).items())
-            node.meta[WORKSPACE] = work.workspace
+            node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable(gm, node))
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
             counted.update(tensors, memories)

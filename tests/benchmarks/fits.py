@@ -3,6 +3,7 @@
     python -m tests.benchmarks.fits [--models gpt2 unet ...] [--devices 2 4 8] [--limits 10]
         [--chunks 4 8] [--exhaustive] [--csv FILE]
     python -m tests.benchmarks.fits --measure [--models ...] [--devices ...] [--limits ...]
+        [--csv FILE]
 
 Each model, in its real size and on "meta", is planned with ``checkpoint="auto"`` for A100s that may
 take so much: the lowest limit is an even part of parameters, gradients, the two states of Adam and
@@ -30,9 +31,10 @@ import csv
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +120,11 @@ def priced(name: str) -> CostedModel:
     return found
 
 
-def rows_of(name: str, case: Case, limits: int, is_exhaustive: bool) -> list[list[str]]:
+def rows_of(name: str, case: Case, limits: int, is_exhaustive: bool) -> Iterator[list[str]]:
     """The rows of the table for a model on so many devices."""
     free = case.plan(None)
     assert free is not None
     low, high = case.just_the_weights(), max(free.memory)
-    found = []
     for i in range(limits):
         limit = low + (high - low) * i / max(1, limits - 1)
         begin = time.process_time()
@@ -150,8 +151,7 @@ def rows_of(name: str, case: Case, limits: int, is_exhaustive: bool) -> list[lis
                 row.append(
                     "" if math.isnan(best) or not plan else f"{plan.seconds / best - 1:+.2%}"
                 )
-        found.append(row)
-    return found
+        yield row
 
 
 SMALL = {"llama_1b": "llama", "vit_l16": "vit"}  # models of other names in their small sizes
@@ -191,17 +191,24 @@ def measured_rows(name: str, devices: int, limits: int, chunks: int) -> Iterator
         ]
 
 
-def measure(console: Console, names: list[str], devices: list[int], limits: int) -> None:
-    """Print the table of measured steps."""
-    sim.load()
-    columns = "model", "devices", "limit", "checkpoint", "step", "over free"
-    table = Table(*columns, "full, predicted", "full, measured", "memory off by", "time off by")
-    for name in names:
-        for count in devices:
-            for row in measured_rows(name, count, limits, 4 * count):
-                table.add_row(*row)
-                console.print(*row, style="dim")
+PLANNED = "model", "devices", "limit", "checkpoint", "chunks", "step", "over free", "full"
+MEASURED = (
+    *("model", "devices", "limit", "checkpoint", "step", "over free"),
+    *("full, predicted", "full, measured", "memory off by", "time off by"),
+)
+
+
+def show(columns: Sequence[str], rows: Iterable[list[str]], path: Path | None) -> None:
+    """Print a table, each row as soon as it is there, and write it to a file if one is given."""
+    console, table, every = Console(width=150), Table(*columns), []
+    for row in rows:
+        table.add_row(*row)
+        console.print(*row, style="dim")
+        every.append(row)
     console.print(table)
+    if path:
+        with path.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *every])
 
 
 def main() -> None:
@@ -214,26 +221,17 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
+    cases = itertools.product(given.models, given.devices)
     if given.measure:
-        measure(Console(width=150), given.models, given.devices, given.limits)
+        sim.load()
+        rows = (row for each in cases for row in measured_rows(*each, given.limits, 4 * each[1]))
+        show(MEASURED, rows, given.csv)
         return
-    columns = ["model", "devices", "limit", "checkpoint", "chunks", "step", "over free", "full"]
-    columns += ["CPU time", *["over best"] * given.exhaustive]
-    table = Table(*columns)
-    console = Console(width=150)
-    every = []
-    for name in given.models:
-        prices = priced(name)
-        for devices in given.devices:
-            case = Case(prices, devices, tuple(given.chunks))
-            for row in rows_of(name, case, given.limits, given.exhaustive):
-                table.add_row(*row)
-                console.print(*row, style="dim")
-                every.append(row)
-    console.print(table)
-    if given.csv:
-        with given.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([columns, *every])
+    price, chunks = lru_cache(1)(priced), tuple(given.chunks)
+    columns = [*PLANNED, "CPU time", *["over best"] * given.exhaustive]
+    every = ((name, Case(price(name), devices, chunks)) for name, devices in cases)
+    rows = (row for each in every for row in rows_of(*each, given.limits, given.exhaustive))
+    show(columns, rows, given.csv)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.ir.devices import ACCELERATOR
 from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.schedule import NAMES
 from passes.common.modes import MODES
 from tests.accelerator import sim
-from tests.accelerator.clocks import begin, makespan, virtual_time
+from tests.accelerator.clocks import Speed, begin, makespan, virtual_time
 from tests.benchmarks.nets import UNet, resnet
-from tests.benchmarks.virtual import SPEED
 
 ROWS, LENGTH, VOCABULARY = 16, 64, 512
 STEPS = 5  # steps of which the CPU time is taken
+SPEED = Speed.of(ACCELERATOR)  # for which the compiler takes devices whose names it does not know
 
 TEXT = {
     "vocab_size": VOCABULARY,

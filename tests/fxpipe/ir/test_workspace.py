@@ -45,9 +45,11 @@ def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved
     first, second = workspaces(Residual(4), ["layers.2"], chunks)
     # Forward: the result, beside all that is saved. If the stage is run again: beside its input,
     # two t, the second layer's x, and either this layer's linear or the result.
-    # Backward: the gradient of the result, and tanh's; then t and its gradient are free. In halves,
-    # where nothing is freed, the gradient of x as well.
-    expected = StageWorkspace(forward=1, again=4, backward=2, half=3, kept_inputs=1, alone=1)
+    # Backward: the gradient of the result, and tanh's; then t and its gradient are free. The first
+    # half keeps the gradient of each linear's value in the place of t.
+    expected = StageWorkspace(
+        forward=1, again=4, backward=2, half=2, kept_inputs=1, alone=1, between=4
+    )
     assert values(second) == expected
     assert values(first).forward == expected.forward
 
@@ -57,8 +59,10 @@ def test_a_chain_needs_its_value_and_the_next_one():
     # Each linear saves its input: if the stage is run again, two of these and the result are there
     # beside the first one, which is the stage's. The gradient of a linear's value and that of its
     # input are there at the same time; the saved input is free only then.
+    # The first half keeps these inputs, and the gradients of all three values, beside which it
+    # makes that of its input.
     assert values(second) == StageWorkspace(
-        forward=1, again=3, backward=2, half=2, kept_inputs=1, alone=1
+        forward=1, again=3, backward=2, half=4, kept_inputs=1, alone=1, between=6
     )
 
 

@@ -11,9 +11,16 @@ from torch import nn
 
 import fxpipe
 from fxpipe.ir.cost import Cost
+from fxpipe.ir.devices import ACCELERATOR, DeviceSpec
 from fxpipe.ir.graph import stage_nodes
 from fxpipe.planning import estimates
-from fxpipe.planning.estimates import estimated_costs, measured_costs, parts_of, predicted
+from fxpipe.planning.estimates import (
+    estimated_costs,
+    measured_costs,
+    parts_of,
+    predicted,
+    step_links,
+)
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
@@ -82,21 +89,31 @@ def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
     assert [c.seconds(Kind.BACKWARD) for c in costs] == [4.0, 5.25]
 
 
-def test_a_prediction_counts_what_travels_between_devices_only():
+def predicted_on(names, layout, costs, spec=ACCELERATOR):
     schedule = named("gpipe", lanes=2, microbatches=2)
+    return predicted(schedule, costs, step_links(layout, 2, [spec] * 2, names))
+
+
+def test_a_prediction_counts_what_travels_between_devices_only():
     layout = SkipLayout((Hop("x", None, 0, 10), Hop("a", 0, 1, 1_000_000), Hop("b", 0, 1, 600_000)))
     costs = [StageCost(1e-3, 1e-3)] * 2
-    same_device = predicted(schedule, costs, layout, ["cpu", "cpu"])
+    same_device = predicted_on(["cuda:0", "cuda:0"], layout, costs)
     assert same_device.makespan == pytest.approx(6e-3), "two forwards, two backwards, one each idle"
-    apart = predicted(schedule, costs, layout, ["cuda:0", "cuda:1"])
+    apart = predicted_on(["cuda:0", "cuda:1"], layout, costs)
     one_way = 1e-5 + 800_000 / 1.6e10
     assert apart.makespan == pytest.approx(6e-3 + 2 * one_way)
 
 
+def test_a_prediction_knows_the_links_of_devices_that_it_knows():
+    layout, h100 = SkipLayout((Hop("a", 0, 1, 400_000_000),)), DeviceSpec.of("h100")
+    found = predicted_on(["cuda:0", "cuda:1"], layout, [StageCost(1e-3, 1e-3)] * 2, h100)
+    one_way = 1e-5 + 200_000_000 / 450e9
+    assert found.makespan == pytest.approx(6e-3 + 2 * one_way)
+
+
 def test_a_prediction_counts_what_is_brought_once():
-    schedule = named("gpipe", lanes=2, microbatches=2)
     layout = SkipLayout((Hop("w", 0, 1, 16_000_000, once=True), Hop("a", 0, 1, 0)))
-    apart = predicted(schedule, [StageCost(1e-4, 1e-4)] * 2, layout, ["cuda:0", "cuda:1"])
+    apart = predicted_on(["cuda:0", "cuda:1"], layout, [StageCost(1e-4, 1e-4)] * 2)
     there, back = [t for t in apart.transfers if t.action is None]
     assert (there.start, there.end) == pytest.approx((0, 1e-3 + 1e-5))
     first = apart.of_lane(1)[0]
