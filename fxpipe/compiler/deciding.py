@@ -55,6 +55,7 @@ def decided(
         specs[0],
         options.optimizer_states,
         options.training,
+        options.optimizer_update,
     )
     try:
         prices, rows = costed(

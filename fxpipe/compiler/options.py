@@ -25,7 +25,7 @@ from fxpipe.planning.estimates import equal_parts, estimated_costs
 from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.loss import without_values
-from fxpipe.planning.optimizer import optimizer_states
+from fxpipe.planning.optimizer import optimizer_states, optimizer_update
 from fxpipe.planning.search import Choice, are_given, leaves_stages_open, number_given
 from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
@@ -44,7 +44,7 @@ from passes.chain import chain_of
 from passes.common import modes
 from passes.common.modes import Modes, of_stages
 from passes.common.segments import Segments, counts
-from passes.cost.analytic import ADAM
+from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto
 from passes.partition.partition import Spec
@@ -82,6 +82,7 @@ class Options:
     cache: str | os.PathLike[str] | None = None
     memory: tuple[float | None, ...] | None = None  # of each lane; None: what a device has
     optimizer_states: float = ADAM
+    optimizer_update: float = ADAMS_UPDATE
     optimizer: str = ""  # whose states these are, in words; "" if nothing is trained
     example_target: Any = None  # with its tensors on "meta"
     call: WrittenCall = COMPILE
@@ -137,6 +138,7 @@ class Options:
             costs=costs,
             memory=None if memory is None else limits_of(memory, len(lanes)),
             optimizer_states=optimizer_states(optimizer, ADAM),
+            optimizer_update=optimizer_update(optimizer, ADAMS_UPDATE),
             optimizer=_named(optimizer) if training else "",
             example_target=without_values(example_target),
             training=training,

@@ -523,6 +523,7 @@ class Staging(ABC):
             measured_with=threads_of_a_lane(options.lanes),
             deferred_batch_norm=options.deferred_batch_norm,
             optimizer_states=options.optimizer_states,
+            optimizer_update=options.optimizer_update,
             spec=options.specs[0],
             training=options.training,
         )
@@ -611,7 +612,12 @@ class Staging(ABC):
             options.passes,
             options.training,
         )
-        known = replace(known, spec=context.spec, optimizer_states=context.optimizer_states)
+        known = replace(
+            known,
+            spec=context.spec,
+            optimizer_states=context.optimizer_states,
+            optimizer_update=context.optimizer_update,
+        )
         prices = CostedModel(self.model, traced.graph_module, known, options.passes)
         return replace(question, prices=prices).ways_out(batch_size(context.inputs, dims))
 

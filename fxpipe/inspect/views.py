@@ -47,6 +47,7 @@ from fxpipe.planning.estimates import (
     stage_memory,
     step_links,
     step_memory,
+    updates_on,
     with_moves,
 )
 from fxpipe.schedule import AUTO, Timeline
@@ -371,7 +372,8 @@ class Views:
             else measured_costs(measured, len(kept))
         )
         loss = self._runner.described()[0].loss_memory
-        memory = step_memory(kept, options.placement, chunks, self._modes, loss)
+        updates = updates_on(options.specs, options.optimizer_update)
+        memory = step_memory(kept, options.placement, chunks, self._modes, loss, updates)
         found = predicted(
             schedule,
             with_moves(costs, kept, chunks, self._modes),

@@ -15,6 +15,7 @@ from fxpipe.ir.text import kind
 from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.optimizer import optimizer_states as count_states
+from fxpipe.planning.optimizer import optimizer_update
 from fxpipe.planning.question import CostedModel, CostSettings, PlanQuestion, costed, saved_by_loss
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.planning.search import (
@@ -31,7 +32,7 @@ from fxpipe.trace import CustomTracer
 from passes.chain import Chain, chain_of
 from passes.common.modes import Modes, modes_of
 from passes.common.segments import Segments, segments_of
-from passes.cost.analytic import ADAM
+from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
 from passes.partition.partition import Spec, within
@@ -132,7 +133,9 @@ def plan(
     limits = limits_of(memory, len(specs))
     if memory is not None:
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
+    usual = min(ADAMS_UPDATE, optimizer_states)
     optimizer_states = count_states(optimizer, optimizer_states)
+    update = optimizer_update(optimizer, usual)
     placement = placement_of(schedule, len(specs), stages)
     is_measured = isinstance(costs, str) and costs == "measured"
 
@@ -140,7 +143,7 @@ def plan(
         return costed(
             model,
             (example_inputs, example_kwargs or {}),
-            CostSettings(costs, specs[0], optimizer_states, training),
+            CostSettings(costs, specs[0], optimizer_states, training, update),
             in_dims=in_dims,
             tracer=tracer,
             chunks=number,

@@ -257,8 +257,9 @@ class StageMemory:
         fixed: what the stage keeps all the time: parameters, gradients, optimizer states, buffers,
             and its copies of parameters that it shares with other stages.
         activations: the saved tensors of a whole mini-batch.
-        saved: the bytes of each of them, in the order in which the forward saves them; none if that
-            is not known.
+        gradients: the bytes of the gradients of parameters.
+        saved: the bytes of each of the activations, in the order in which the forward saves them;
+            none if that is not known.
         recomputed: how many of them are there at one time if the whole mini-batch is recomputed;
             None: all of them, as the stage has one segment.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
@@ -283,6 +284,7 @@ class StageMemory:
     products: float = 0.0
     kept: float = 0.0
     saved: tuple[int, ...] = ()
+    gradients: float = 0.0
 
     @property
     def activations_at_once(self) -> float:
@@ -353,7 +355,13 @@ def stage_memory(
     for hop in layout.hops:
         inputs[hop.target] += 0 if hop.once else hop.bytes
     found = [
-        StageMemory(cost.fixed_bytes, cost.activation_bytes, received, products=cost.product_bytes)
+        StageMemory(
+            cost.fixed_bytes,
+            cost.activation_bytes,
+            received,
+            products=cost.product_bytes,
+            gradients=cost.gradient_bytes,
+        )
         for cost, received in zip(costs, inputs, strict=True)
     ]
     if graph is None:
@@ -465,12 +473,16 @@ def step_memory(
     chunks: int,
     checkpoint: Modes,
     loss: LossMemory = LossMemory(),
+    updates: Sequence[float] = (),
 ) -> Memory:
     """The memory of a training step, in the form that the simulator and the search for a schedule
-    take. ``placement`` has the lane of each stage."""
-    fixed = [0.0] * (1 + max(placement))
+    take. ``placement`` has the lane of each stage, and ``updates`` are those of :func:`updates_on`
+    the lanes."""
+    lanes = 1 + max(placement)
+    fixed, updating = [0.0] * lanes, [0.0] * lanes
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed
+        updating[lane] += stage.gradients * updates[lane] if updates else 0.0
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
         _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
@@ -493,8 +505,15 @@ def step_memory(
             for i, (stage, own) in enumerate(zip(stages, waiting, strict=True))
         ],
         offloaded=hosts,
-        running=_running(stages, chunks, loss),
+        running=_running(stages, chunks, loss, updating),
     )
+
+
+def updates_on(specs: Sequence[DeviceSpec], update: float) -> list[float]:
+    """How many bytes the step of an optimizer needs on each lane while it runs, for each byte of
+    the parameters, if it needs ``update`` where it steps all parameters at once. So it does on
+    accelerators, which have a host; on a CPU it steps one after the other."""
+    return [update if spec.host_bytes_per_s else 0.0 for spec in specs]
 
 
 def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:
@@ -507,7 +526,9 @@ def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:
     return replace(stage, inputs=0.0, recomputed=None, workspace=workspace)
 
 
-def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> WhileRunning | None:
+def _running(
+    stages: Sequence[StageMemory], chunks: int, loss: LossMemory, updating: Sequence[float]
+) -> WhileRunning | None:
     """What lanes hold while a step runs; None if that is not known of all stages."""
     found: list[Workspace] = []
     kept: dict[tuple[int, int], float] = {}
@@ -524,7 +545,7 @@ def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> Wh
             )
         )
         kept.update({(i, j): bytes / chunks for j, bytes in stage.kept_results.items()})
-    return WhileRunning(found, loss.workspace / chunks, kept)
+    return WhileRunning(found, loss.workspace / chunks, kept, updating)
 
 
 def _said(node: fx.Node) -> str:

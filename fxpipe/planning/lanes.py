@@ -23,6 +23,7 @@ from fxpipe.planning.estimates import (
     stage_memory,
     step_links,
     step_memory,
+    updates_on,
     with_moves,
 )
 from fxpipe.planning.loss import SavedByLoss, loss_memory
@@ -150,6 +151,8 @@ class PlannedLanes:
             which nothing has to travel. None: each lane has a device of its own.
         loss: what the loss saves for its backward; None if that is not known.
         training: whether a training step is planned; if not, a call without a backward.
+        update: the bytes that the step of the optimizer needs while it runs, for each byte of the
+            parameters, where it steps all of them at once.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -163,6 +166,7 @@ class PlannedLanes:
     loss: SavedByLoss | None = None
     training: bool = True
     effort: Effort | None = None
+    update: float = 0.0
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -277,7 +281,8 @@ class PlannedLanes:
         modes = plain([mode for mode, _ in ways])
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
-        memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
+        updates = updates_on(self.specs, self.update)
+        memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss, updates)
         parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
         costs = estimated_costs(self._costs(cut), self.chunks, modes, list(map(parts_of, parts)))
         costs = with_moves(costs, kept, self.chunks, modes)

@@ -1,7 +1,9 @@
-"""How much an optimizer keeps for each parameter, found by letting it take a step.
+"""How much an optimizer keeps for each parameter, and how much its step needs only while it runs,
+found by letting it take a step.
 
-No table of optimizers has to be right: one of the same kind steps a small parameter, and the bytes
-of its state are counted. So optimizers that are not PyTorch's are counted as well.
+No table of optimizers has to be right: one of the same kind steps small parameters, and the bytes
+of its state, and of what it makes meanwhile, are counted. So optimizers that are not PyTorch's are
+counted as well.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir.text import kind as in_words
+from passes.cost.load import Counting, Load
 
-SIDE = 64  # of the square parameter that is stepped
+SIDE = 64  # of the square parameters that are stepped
+MANY = 16  # parameters, of which an optimizer that steps one at a time needs little meanwhile
 _IN_ONE_WAY = {"foreach": False, "fused": False, "capturable": False}  # as any device can
 
 
@@ -48,6 +52,37 @@ def optimizer_states(given: str | float | Optimizer | None, usual: float) -> flo
     )
 
 
+def optimizer_update(given: str | float | Optimizer | None, usual: float) -> float:
+    """How many bytes the step of an optimizer needs only while it runs, for each byte of the
+    parameters that it steps: 1 for Adam, which on accelerators steps all of a device at once, and
+    takes the roots of all their second moments first.
+
+    Args:
+        given, usual: as for :func:`optimizer_states`. Of one that is given as a number nobody knows
+            this: one that keeps something is taken to be like Adam.
+    """
+    if given is None:
+        return usual
+    if isinstance(given, int | float):
+        return min(usual, given)
+    if isinstance(given, str):
+        return _made(_named(given), {})
+    kind = type(given)
+    return max(_made(kind, _settings(kind, group)) for group in given.param_groups)
+
+
+def _made(kind: type[Optimizer], settings: dict[str, Any]) -> float:
+    """The most bytes that a step of an optimizer of this kind makes and frees again, for each byte
+    of its parameters, if it steps them as it does on accelerators."""
+    if settings.get("fused"):
+        return 0.0  # one kernel for each parameter reads and writes all that there is of it
+    is_at_once = settings.get("foreach") is not False
+    optimizer, parameters = _stepped(kind, settings | _IN_ONE_WAY | {"foreach": is_at_once}, MANY)
+    with Counting(found := Load()):
+        optimizer.step(lambda: 0.0)
+    return found.memory / sum(parameter.nbytes for parameter in parameters)
+
+
 def _named(name: str) -> type[Optimizer]:
     kinds = {
         key.lower(): kind
@@ -70,23 +105,33 @@ def _settings(kind: type[Optimizer], group: dict[str, Any]) -> dict[str, Any]:
 
 def _counted(kind: type[Optimizer], settings: dict[str, Any]) -> float:
     """The bytes that an optimizer of this kind keeps for each byte of a parameter."""
+    optimizer, (parameter,) = _stepped(kind, settings | _IN_ONE_WAY, 1)
+    kept = [t for t in _tensors(optimizer.state[parameter]) if t.ndim]
+    return sum(t.nbytes for t in kept) / parameter.nbytes
+
+
+def _stepped(
+    kind: type[Optimizer], settings: dict[str, Any], count: int
+) -> tuple[Optimizer, list[nn.Parameter]]:
+    """An optimizer of this kind that has stepped so many parameters, with those of the settings
+    that it takes."""
     taken = inspect.signature(kind).parameters
-    settings = {**settings, **{k: v for k, v in _IN_ONE_WAY.items() if k in taken}}
+    settings = {key: value for key, value in settings.items() if key in taken}
     if "lr" in taken:
         settings["lr"] = 1e-3
-    parameter = nn.Parameter(torch.zeros(SIDE, SIDE, device="cpu"))
-    parameter.grad = torch.ones_like(parameter)
+    parameters = [nn.Parameter(torch.zeros(SIDE, SIDE, device="cpu")) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
     try:
         with torch.enable_grad():
-            optimizer = kind([parameter], **settings)
+            optimizer = kind(parameters, **settings)
             optimizer.step(lambda: 0.0)
     except Exception as error:
         raise TypeError(
             f"{kind.__name__} cannot be made and stepped to count what it keeps ({error}): give "
             "optimizer= the number of tensors that it keeps for each parameter"
         ) from error
-    kept = [t for t in _tensors(optimizer.state[parameter]) if t.ndim]
-    return sum(t.nbytes for t in kept) / parameter.nbytes
+    return optimizer, parameters
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -33,6 +33,7 @@ from passes.chain import Chain, ToStages, default_chain, run
 from passes.common import modes
 from passes.common.modes import Modes, milder
 from passes.common.segments import Segments, is_open
+from passes.cost.analytic import ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
@@ -118,13 +119,14 @@ class CostedModel:
 @dataclass(frozen=True)
 class CostSettings:
     """Where the costs of nodes come from, as :func:`fxpipe.plan` takes it: ``costs``, the
-    description of the first device, how many tensors the optimizer keeps for a parameter, and
-    whether there is a backward."""
+    description of the first device, how many tensors the optimizer keeps for a parameter, whether
+    there is a backward, and how many tensors for a parameter the optimizer's step needs besides."""
 
     costs: Costs
     spec: DeviceSpec
     optimizer_states: float
     training: bool = True
+    optimizer_update: float = ADAMS_UPDATE
 
 
 def costed(
@@ -157,6 +159,7 @@ def costed(
         costs=settings.costs,
         spec=settings.spec,
         optimizer_states=settings.optimizer_states,
+        optimizer_update=settings.optimizer_update,
     )
     prices = CostedModel(model, traced.graph_module, known, chain, rebuild=traced.rebuild)
     return prices, batch_size(known.inputs, dims)
@@ -237,6 +240,7 @@ class PlanQuestion:
             self.loss,
             self._trains,
             self.effort,
+            self.prices.context.optimizer_update,
         )
 
     @property

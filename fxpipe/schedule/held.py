@@ -8,10 +8,12 @@
 
 Three things add up: what micro-batches keep until their backward (:class:`.memory.MemoryChanges`);
 what an action needs only while it runs (:class:`.memory.Workspace`); and results that wait for
-another lane. Activations that move to the host are there until they have left. A lane's thread
-copies the inputs of an action to the lane's device when it launches
-the action: once they have been launched where they are made, and at most ``AHEAD`` actions ahead of
-what the lane's device computes. So a skip waits at its source, until its consumer's turn comes.
+another lane. Activations that move to the host are there until they have left. When all actions of
+a lane are done, an optimizer steps the lane's parameters, for which it may need more memory.
+
+A lane's thread copies the inputs of an action to the lane's device when it launches the action:
+once they have been launched where they are made, and at most ``AHEAD`` actions ahead of what the
+lane's device computes. So a skip waits at its source, until its consumer's turn comes.
 
 Of two threads that launch something at the same time, either may be first. So what a lane holds in
 a real run may differ from this by the results of a few actions.
@@ -67,7 +69,17 @@ def held_over_time(
         waiting[lane].leave(action)
         _append(held[lane], span.end, kept[lane] + of_others)
     leaving = _leaving(spans, transfers)
-    return tuple(_with(series, leaving.get(lane, [])) for lane, series in enumerate(held))
+    updating = running.updating or [0.0] * lanes
+    return tuple(
+        _updated(_with(series, leaving.get(lane, [])), updating[lane])
+        for lane, series in enumerate(held)
+    )
+
+
+def _updated(series: Series, more: float) -> Series:
+    """A series, with what an optimizer needs while it steps the parameters, at the end."""
+    end, amount = series[-1]
+    return (*series, (end, amount + more), (end, amount)) if more else series
 
 
 def _leaving(

@@ -65,11 +65,14 @@ class WhileRunning:
         kept_results: how many of the bytes that one stage sends to another are activations of the
             first as well, so that they take no more memory while they wait to be sent. Keys are
             pairs of stages.
+        updating: what each lane needs, when its actions are done, while the optimizer steps its
+            parameters; none: nothing.
     """
 
     stages: Sequence[Workspace]
     loss: float = 0.0
     kept_results: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    updating: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fxpipe.ir.tensors import no_scalar
 from fxpipe.ir.text import kind
 from fxpipe.planning.limits import Memory, free_memory, limits_of
 from fxpipe.planning.loss import ExpectedLoss, no_loss
-from fxpipe.planning.optimizer import optimizer_states
+from fxpipe.planning.optimizer import optimizer_states, optimizer_update
 from fxpipe.planning.question import CostedModel, CostSettings, costed, saved_by_loss
 from fxpipe.planning.result import ROUNDING
 from fxpipe.planning.search import (
@@ -54,7 +54,7 @@ from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
 from passes.common.modes import AUTO, Modes, is_never, modes_of
 from passes.common.segments import Segments, segments_of
-from passes.cost.analytic import ADAM
+from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
 
@@ -164,7 +164,10 @@ def tune(
         limits = limits_of(memory, len(specs))
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
     given = (example_inputs, example_kwargs or {})
-    settings = CostSettings(costs, specs[0], optimizer_states(optimizer, ADAM))
+    update = optimizer_update(optimizer, ADAMS_UPDATE)
+    settings = CostSettings(
+        costs, specs[0], optimizer_states(optimizer, ADAM), optimizer_update=update
+    )
     segments = [segments_of(each, "always") for each in checkpoint_segments]
     tried = [count("chunks", each, "the number of micro-batches") for each in chunks or ()]
     with compiling():

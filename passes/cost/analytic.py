@@ -51,6 +51,7 @@ from passes.cost.load import Counting, Load
 WORK = "work"  # key of ``node.meta``: the node's :class:`Work`
 BACKWARD = 2  # where a backward cannot be counted, it is taken for so many times its forward
 ADAM = 2  # how many tensors of a parameter's size Adam keeps for it
+ADAMS_UPDATE = 1.0  # how many more its step needs while it runs, where it steps all at once
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ _DECIDED_LATER = {
     "memory",
     "optimizer",
     "optimizer_states",
+    "optimizer_update",
     "choice",
 }
 """Options on which neither the model graph nor its meaning depends."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import fxpipe
-from fxpipe.planning.optimizer import optimizer_states
+from fxpipe.planning.optimizer import MANY, optimizer_states, optimizer_update
 from tests.zoo import Chain
 
 
@@ -28,6 +28,24 @@ def test_the_settings_of_an_optimizer_count():
     groups = [{"params": own}, {"params": [nn.Parameter(torch.zeros(3))], "momentum": 0.5}]
     assert optimizer_states(torch.optim.SGD(groups, 0.1), 7) == 1, "the most of any group"
     assert own[0].grad is None and not own[0].any(), "it has not been stepped"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("adamw", 1), ("Adam", 1), ("sgd", 0), ("adagrad", 2), (0, 0), (0.5, 0.5), (3, 1), (None, 1)],
+)
+def test_a_step_needs_more_while_it_runs(given, expected):
+    assert optimizer_update(given, usual=1) == expected
+
+
+def test_the_settings_of_an_optimizer_count_for_what_its_step_needs():
+    own = [nn.Parameter(torch.zeros(3))]
+    assert optimizer_update(torch.optim.SGD(own, 0.1, momentum=0.9), 1) == 0
+    decays = torch.optim.Adam(own, weight_decay=0.1)
+    assert optimizer_update(decays, 1) == 1, "gradients with the decay are free ahead of the roots"
+    assert optimizer_update(torch.optim.Adam(own, fused=True), 1) == 0
+    one_by_one = torch.optim.Adam(own, foreach=False)
+    assert optimizer_update(one_by_one, 1) <= 3 / MANY, "some for one parameter at a time"
 
 
 def test_an_optimizer_of_ones_own_is_counted_too():

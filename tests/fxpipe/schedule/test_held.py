@@ -60,6 +60,14 @@ def test_an_action_needs_its_workspace_only_while_it_runs():
     assert last == ((0.0, 0.0), (1.0, 107.0), (2.0, 100.0), (2.0, 107.0), (4.0, 0.0))
 
 
+def test_an_optimizer_may_need_more_when_the_actions_of_a_lane_are_done():
+    even = (1.0, 2.0)
+    running = WhileRunning([NOTHING] * 2, updating=[50.0, 0.0])
+    first, last = held([even, even], running, microbatches=1, fixed=7.0)
+    assert first[-3:] == ((6.0, 7.0), (6.0, 57.0), (6.0, 7.0))
+    assert last[-1] == (4.0, 7.0)
+
+
 def test_the_second_half_of_a_backward_makes_gradients_of_parameters():
     even = (1.0, 1.0, 1.0)
     stages = [Workspace(forward=1, backward=30, half=4, weights=20)] * 2
