@@ -223,7 +223,7 @@ class _Bytes:
             self.total -= self._sizes.pop(memory, 0)
 
     def of(self, memories: Iterable[int]) -> int:
-        """The bytes of some memories."""
+        """The sum of the bytes of some memories, of those among them that are there."""
         return sum(self._sizes.get(memory, 0) for memory in memories)
 
 

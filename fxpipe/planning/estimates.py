@@ -178,7 +178,7 @@ def traffic(
     Args:
         layout: the values that stages send, with their bytes for a mini-batch.
         graph: the model graph, which says what values get a gradient. None: a gradient has as many
-            bytes as its value.
+            bytes as its value, and so has that of a value which is no node of the graph.
     """
     nodes = {} if graph is None else {_name_of(node): node for node in graph.nodes}
     there, back, once = Counter[tuple[int, int]](), Counter[tuple[int, int]](), []

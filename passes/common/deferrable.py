@@ -35,9 +35,9 @@ FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 def is_deferrable(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node computes gradients of parameters that can wait for a second half.
 
-    That are linear, convolution and embedding modules, and the functions of that name and matrix
-    products where a parameter is among their arguments. A module with hooks is none of them, since
-    its hooks would fire in both halves.
+    Such nodes are linear, convolution and embedding modules, and the functions of that name and
+    matrix products where a parameter is among their arguments. A module with hooks is none of them,
+    since its hooks would fire in both halves.
     """
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
