@@ -93,8 +93,6 @@ def trained(model, x, target, **options):
 
 @pytest.mark.parametrize("make", [unet, gpt2])
 def test_half_of_the_memory_is_enough(make):
-    """On a host with much other work a thread may come later than all others, and free later what
-    it holds: so this is shown by one of three runs."""
     torch.manual_seed(0)
     model, x = make()
     target = torch.randn(len(x))
@@ -102,11 +100,8 @@ def test_half_of_the_memory_is_enough(make):
     assert modes == "never"
 
     limit = max(needed) // 2
-    for _ in range(3):
-        own = copy.deepcopy(model)
-        loss, held, modes, wanted = trained(own, x, target, memory=limit, checkpoint="auto")
-        if max(held) <= limit:
-            break
+    own = copy.deepcopy(model)
+    loss, held, modes, wanted = trained(own, x, target, memory=limit, checkpoint="auto")
     assert max(held) <= limit
     assert modes != "never"
     torch.testing.assert_close(loss.cpu(), wanted[0].cpu(), rtol=1e-6, atol=1e-6)

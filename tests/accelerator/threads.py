@@ -25,7 +25,8 @@ from torch import Tensor, fx
 
 from fxpipe.runtime import lanes
 
-Known = tuple[float, list[int]]  # a time, and how far each stream has been waited for
+# A time, how many steps there were until then, and how far each stream has been waited for.
+Known = tuple[float, int, list[int]]
 
 
 def gives() -> Known:

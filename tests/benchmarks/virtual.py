@@ -24,8 +24,7 @@ hand-overs; each operator is charged to its stream with the time that a device w
     For every schedule and checkpoint mode, the bytes that a step needs on each device by the
     caching allocator of the simulated accelerator, beside those that are predicted. The difference
     is also given in values, which are as large as what a stage sends for a micro-batch. (A stage of
-    the net saves eight, on a device with one stage.) Of two threads that are at the same place at
-    the same time either may be first, so that runs differ by a few values.
+    the net saves eight, on a device with one stage.)
 
 ``--folder``: where the tables are written as files of comma-separated values, and the timelines of
 the last row of the nets are drawn, as it ran and as it is predicted. On two cores the first table

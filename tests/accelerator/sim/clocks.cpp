@@ -11,10 +11,15 @@ namespace {
 // The clock of a thread, which is zero again where time has begun anew since.
 struct Host {
   int run = 0;
-  double now = 0;
+  Moment now;
 };
 
 thread_local Host host_here;
+
+// The first moment that comes after both.
+void join(Moment& one, const Moment& other) {
+  one = {std::max(one.time, other.time), std::max(one.step, other.step)};
+}
 
 int graph_task() {
   return torch::autograd::get_current_graph_task_id(); // -1 outside of a backward
@@ -44,8 +49,8 @@ void Clocks::stop() {
   on_ = false;
 }
 
-double& Clocks::host_now() {
-  if (host_here.run != run_) host_here = {run_, 0};
+Moment& Clocks::host_now() {
+  if (host_here.run != run_) host_here = {run_, {}};
   return host_here.now;
 }
 
@@ -55,18 +60,18 @@ double& Clocks::of(c10::Stream stream) {
 
 // When the host has launched what it now gives to a stream.
 double Clocks::launched(c10::Stream stream) {
-  double& now = host_now();
-  if (graph_task() != -1) now = std::max(now, begun_[stream.device_index()]);
-  goes_on(now + speed_.launch_s);
-  return now;
+  Moment& now = host_now();
+  if (graph_task() != -1) join(now, begun_[stream.device_index()]);
+  goes_on({now.time + speed_.launch_s, now.step});
+  return now.time;
 }
 
 // This thread is at least so far, and so is the backward that it works at.
-void Clocks::goes_on(double time) {
-  double& now = host_now();
-  now = std::max(now, time);
+void Clocks::goes_on(Moment other) {
+  Moment& now = host_now();
+  join(now, other);
   const int task = graph_task();
-  if (task != -1) tasks_[task] = std::max(tasks_[task], now);
+  if (task != -1) join(tasks_[task], now);
 }
 
 void Clocks::operates(c10::Stream stream, const std::string& what, double seconds) {
@@ -92,7 +97,7 @@ void Clocks::copies(
 double Clocks::recorded(c10::Stream stream) {
   if (!on_) return 0;
   std::lock_guard lock(mutex_);
-  return std::max(of(stream), host_now());
+  return std::max(of(stream), host_now().time);
 }
 
 void Clocks::waits(c10::Stream stream, double event) {
@@ -104,32 +109,40 @@ void Clocks::waits(c10::Stream stream, double event) {
 void Clocks::host_waits(c10::Stream stream) {
   if (!on_) return;
   std::lock_guard lock(mutex_);
-  goes_on(of(stream));
+  goes_on({of(stream)});
 }
 
 void Clocks::host_waits(c10::DeviceIndex device) {
   if (!on_) return;
   std::lock_guard lock(mutex_);
   for (const auto& [stream, time] : streams_) {
-    if (stream.device_index() == device) goes_on(time);
+    if (stream.device_index() == device) goes_on({time});
   }
 }
 
 void Clocks::host_waits(double event) {
-  host_joins(event);
+  host_joins({event});
 }
 
-double Clocks::host() {
+Moment Clocks::host() {
   std::lock_guard lock(mutex_);
-  double& now = host_now();
-  if (graph_task() != -1) now = std::max(now, begun_[current_device().index()]);
+  Moment& now = host_now();
+  if (graph_task() != -1) join(now, begun_[current_device().index()]);
   return now;
 }
 
-void Clocks::host_joins(double time) {
+Moment Clocks::step() {
+  const Moment before = host();
+  const Moment now{before.time, before.step + 1};
+  std::lock_guard lock(mutex_);
+  goes_on(now);
+  return now;
+}
+
+void Clocks::host_joins(Moment other) {
   if (!on_) return;
   std::lock_guard lock(mutex_);
-  goes_on(time);
+  goes_on(other);
 }
 
 void Clocks::backward_begins(int device) {
@@ -137,14 +150,14 @@ void Clocks::backward_begins(int device) {
   begun_[device] = host_now();
 }
 
-double Clocks::backward_ended(int task) {
+Moment Clocks::backward_ended(int task) {
   std::lock_guard lock(mutex_);
   return tasks_[task];
 }
 
 double Clocks::makespan() {
   std::lock_guard lock(mutex_);
-  double last = host_now();
+  double last = host_now().time;
   for (const auto& [stream, time] : streams_) last = std::max(last, time);
   return last;
 }

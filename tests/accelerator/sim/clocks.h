@@ -10,12 +10,16 @@
 // waits for it goes on no earlier. A copy between devices takes its link for as long as its bytes
 // need. Every host thread has a clock of its own, and threads that hand work to each other hand
 // the time over too (``Clocks::host_joins``), so that the makespan does not depend on which of them
-// happened to run first.
+// happened to run first. What threads do at the same time is told apart by steps, which each thread
+// counts, and which are handed over with the time (Lamport, "Time, clocks, and the ordering of events
+// in a distributed system", 1978): so all that allocates has an order that is the same in every run.
 #pragma once
 
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <compare>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -24,6 +28,13 @@
 #include <vector>
 
 namespace sim {
+
+// When a thread of the host is: the earlier time comes first, and then the smaller step.
+struct Moment {
+  double time = 0;
+  int64_t step = 0;
+  auto operator<=>(const Moment&) const = default;
+};
 
 // One thing that a stream did, and when.
 struct Span {
@@ -65,13 +76,15 @@ class Clocks {
   void host_waits(c10::DeviceIndex device);
   void host_waits(double event);
 
-  // When this thread is, and the time that another one has handed over to it.
-  double host();
-  void host_joins(double time);
+  // When this thread is, and the moment that another one has handed over to it.
+  Moment host();
+  void host_joins(Moment other);
+  // This thread does something whose order counts.
+  Moment step();
   // A backward that is called for now begins on a device: the engine's thread there takes over.
   void backward_begins(int device);
   // How far the engine's threads were in a backward, which has the number of its graph task.
-  double backward_ended(int task);
+  Moment backward_ended(int task);
 
   double makespan();
   std::vector<Span> spans();
@@ -80,8 +93,8 @@ class Clocks {
 
  private:
   double& of(c10::Stream stream);
-  double& host_now();
-  void goes_on(double time);
+  Moment& host_now();
+  void goes_on(Moment other);
   double launched(c10::Stream stream);
 
   std::mutex mutex_;
@@ -90,8 +103,8 @@ class Clocks {
   Speed speed_;
   std::unordered_map<c10::Stream, double> streams_;
   std::map<std::pair<int, int>, double> links_;
-  std::unordered_map<int, double> begun_; // by device: when its last backward was called for
-  std::unordered_map<int, double> tasks_; // by graph task: how far the engine's threads are with it
+  std::unordered_map<int, Moment> begun_; // by device: when its last backward was called for
+  std::unordered_map<int, Moment> tasks_; // by graph task: how far the engine's threads are with it
   std::vector<Span> spans_;
 };
 

@@ -202,7 +202,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     auto& clocks = Clocks::get();
-    if (event != nullptr && clocks.are_on() && clocks.host() < time_of(event)) return false;
+    if (event != nullptr && clocks.are_on() && clocks.host().time < time_of(event)) return false;
     synchronizeEvent(event); // without clocks all is done at once; and now the host knows
     return true;
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <tuple>
 
 namespace sim {
@@ -38,6 +39,38 @@ Statistics& Memory::of(c10::DeviceIndex device) {
   return statistics_[device];
 }
 
+void Memory::changes(c10::DeviceIndex device, int64_t bytes, Moment moment) {
+  auto& counted = of(device).allocated_bytes[0];
+  if (!Clocks::get().are_on()) {
+    if (bytes > 0) {
+      counted.increase(bytes);
+    } else {
+      counted.decrease(-bytes);
+    }
+    return;
+  }
+  counted.current += bytes;
+  (bytes > 0 ? counted.allocated : counted.freed) += std::abs(bytes);
+  changes_[device].push_back({moment, bytes});
+}
+
+int64_t Memory::most_allocated(c10::DeviceIndex device) {
+  const auto& counted = of(device).allocated_bytes[0];
+  auto& changes = changes_[device];
+  std::sort(changes.begin(), changes.end());
+  int64_t now = counted.current;
+  for (const auto& each : changes) now -= each.bytes;
+  int64_t most = std::max(counted.peak, now);
+  for (const auto& each : changes) most = std::max(most, now += each.bytes);
+  return most;
+}
+
+// What is known of the peak so far is kept, and what comes next is counted from there.
+void Memory::conclude(c10::DeviceIndex device) {
+  of(device).allocated_bytes[0].peak = most_allocated(device);
+  changes_[device].clear();
+}
+
 Memory::Pool& Memory::pool(const Piece& piece) {
   return pools_[{piece.stream.device_index(), piece.is_small}];
 }
@@ -60,9 +93,10 @@ Piece* Memory::take(c10::Stream stream, size_t bytes) {
   split(*piece, rounded);
   piece->is_free = false;
   piece->requested = bytes;
+  piece->taken = Clocks::get().step();
+  changes(stream.device_index(), piece->size, piece->taken);
   auto& counts = of(stream.device_index());
   counts.allocation[0].increase(1);
-  counts.allocated_bytes[0].increase(piece->size);
   counts.active_bytes[0].increase(piece->size);
   counts.requested_bytes[0].increase(bytes);
   return piece;
@@ -95,9 +129,11 @@ void Memory::split(Piece& piece, size_t rounded) {
 
 void Memory::give_back(Piece* piece, const std::vector<c10::Stream>& users) {
   std::lock_guard lock(mutex_);
+  // A thread that has it from another one by way of nothing that hands time over comes later, too.
+  const auto moment = std::max(Clocks::get().step(), piece->taken);
+  changes(piece->stream.device_index(), -static_cast<int64_t>(piece->size), moment);
   auto& counts = of(piece->stream.device_index());
   counts.allocation[0].decrease(1);
-  counts.allocated_bytes[0].decrease(piece->size);
   counts.requested_bytes[0].decrease(piece->requested);
   auto& clocks = Clocks::get();
   std::vector<double> events;
@@ -115,7 +151,7 @@ void Memory::give_back(Piece* piece, const std::vector<c10::Stream>& users) {
 void Memory::look_for_events(bool all_have_come) {
   auto& clocks = Clocks::get();
   const bool is_timed = clocks.are_on() && !all_have_come;
-  const double now = is_timed ? clocks.host() : 0;
+  const double now = is_timed ? clocks.host().time : 0;
   const auto has_come = [&](const Waiting& each) {
     return !is_timed || std::all_of(each.events.begin(), each.events.end(), [&](double event) {
       return event <= now;
@@ -154,6 +190,7 @@ void Memory::join(Piece& piece, Piece* neighbour) {
 void Memory::settle() {
   std::lock_guard lock(mutex_);
   look_for_events(true);
+  for (const auto& [device, _] : statistics_) conclude(device);
 }
 
 void Memory::empty_cache() {
@@ -178,12 +215,15 @@ void Memory::empty_cache() {
 Statistics Memory::statistics(c10::DeviceIndex device) {
   std::lock_guard lock(mutex_);
   look_for_events();
-  return of(device);
+  auto counts = of(device);
+  counts.allocated_bytes[0].peak = most_allocated(device);
+  return counts;
 }
 
 void Memory::reset_peak(c10::DeviceIndex device) {
   std::lock_guard lock(mutex_);
   look_for_events();
+  conclude(device);
   auto& counts = of(device);
   for (auto* each : {&counts.allocated_bytes, &counts.active_bytes, &counts.reserved_bytes,
                      &counts.requested_bytes, &counts.allocation, &counts.segment}) {

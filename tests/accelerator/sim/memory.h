@@ -10,11 +10,18 @@
 // freed, has come: a request looks for such events first, and what it finds depends on how far the
 // host thread has run ahead of the stream. Sizes and rules are those of
 // c10/cuda/CUDACachingAllocator.cpp. The data itself is in the host's memory, elsewhere.
+//
+// While time is counted, the most that was allocated is that of virtual time: all requests and
+// releases are put in the order of their moments (clocks.h) before they are summed. So it does not
+// depend on which thread of the host happened to run first, and is the same in every run.
 #pragma once
+
+#include "clocks.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
+#include <compare>
 #include <list>
 #include <map>
 #include <memory>
@@ -31,6 +38,7 @@ struct Piece {
   size_t address; // within all segments of all devices
   size_t size;
   size_t requested = 0;
+  Moment taken{};
   bool is_small = false; // of a segment for small ones
   bool is_free = true;
   Piece* before = nullptr; // neighbours in the segment
@@ -62,9 +70,17 @@ class Memory {
     Piece* piece;
     std::vector<double> events; // when they come, in virtual time
   };
+  struct Change { // of what is allocated
+    Moment moment;
+    int64_t bytes;
+    auto operator<=>(const Change&) const = default; // at the same moment releases come first
+  };
   using Pool = std::set<Piece*, SmallestFirst>; // of free pieces
 
   Statistics& of(c10::DeviceIndex device);
+  void changes(c10::DeviceIndex device, int64_t bytes, Moment moment);
+  int64_t most_allocated(c10::DeviceIndex device);
+  void conclude(c10::DeviceIndex device);
   Pool& pool(const Piece& piece);
   Piece* segment(c10::Stream stream, size_t rounded);
   void split(Piece& piece, size_t rounded);
@@ -74,6 +90,7 @@ class Memory {
 
   std::mutex mutex_;
   std::map<c10::DeviceIndex, Statistics> statistics_;
+  std::map<c10::DeviceIndex, std::vector<Change>> changes_; // since time began, or the last peak
   std::map<std::pair<c10::DeviceIndex, bool>, Pool> pools_;
   std::vector<Waiting> waiting_;
   size_t end_ = 0; // of all addresses

@@ -699,22 +699,25 @@ TORCH_LIBRARY(sim, m) {
   });
   m.def("makespan() -> float", [] { return Clocks::get().makespan(); });
   // What a thread of the host hands to another: when it is, and what it has waited for.
-  m.def("host_gives() -> (float, int[])", [] {
-    const auto clock = Detector::get().host();
-    return std::make_tuple(Clocks::get().host(), std::vector<int64_t>(clock.begin(), clock.end()));
+  const auto known = [](Moment moment, const Clock& clock) {
+    return std::make_tuple(
+        moment.time, moment.step, std::vector<int64_t>(clock.begin(), clock.end()));
+  };
+  m.def("host_gives() -> (float, int, int[])", [known] {
+    return known(Clocks::get().host(), Detector::get().host());
   });
-  m.def("host_takes(float time, int[] clock) -> ()", [](double time, std::vector<int64_t> clock) {
-    Clocks::get().host_joins(time);
-    Detector::get().host_waits(Clock(clock.begin(), clock.end()));
-  });
+  m.def(
+      "host_takes(float time, int step, int[] clock) -> ()",
+      [](double time, int64_t step, std::vector<int64_t> clock) {
+        Clocks::get().host_joins({time, step});
+        Detector::get().host_waits(Clock(clock.begin(), clock.end()));
+      });
   m.def("backward_begins(int device) -> ()", [](int64_t device) {
     Clocks::get().backward_begins(static_cast<int>(device));
   });
-  m.def("backward_ended(int task) -> (float, int[])", [](int64_t task) {
+  m.def("backward_ended(int task) -> (float, int, int[])", [known](int64_t task) {
     const int number = static_cast<int>(task);
-    const auto clock = Detector::get().backward_ended(number);
-    return std::make_tuple(
-        Clocks::get().backward_ended(number), std::vector<int64_t>(clock.begin(), clock.end()));
+    return known(Clocks::get().backward_ended(number), Detector::get().backward_ended(number));
   });
   m.def("spans() -> (int[], int[], str[], float[], float[])", [] {
     std::vector<int64_t> devices, streams;
