@@ -17,6 +17,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/ones_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -238,6 +239,7 @@ class Call {
     const auto& speed = clocks.speed();
     double bytes = 0;
     for (const auto& tensor : inputs_) bytes += tensor.nbytes();
+    if (schema_.returns().empty()) bytes += written_bytes_;
     std::vector<at::Tensor> out;
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i) {
       each_tensor(stack_[i], [&](const at::Tensor& tensor) {
@@ -316,7 +318,10 @@ class Call {
       }
       each_tensor(value, [&](const at::Tensor& tensor) {
         used(tensor, described);
-        if (tensor.defined()) inputs_.push_back(tensor);
+        if (!tensor.defined()) return;
+        inputs_.push_back(tensor);
+        const auto* alias = described.alias_info();
+        if (alias != nullptr && alias->isWrite()) written_bytes_ += tensor.nbytes();
       });
       value = on_host(value);
     }
@@ -384,6 +389,7 @@ class Call {
   Aliases aliases_;
   std::vector<Use> uses_;
   std::vector<at::Tensor> inputs_;
+  double written_bytes_ = 0;
 };
 
 void on_host(const c10::OperatorHandle& op, Stack* stack) {
@@ -451,6 +457,16 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(
   return {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask};
 }
 
+// Accelerators count integers, too, which the CPU does not.
+at::Tensor histc(
+    const at::Tensor& input, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  const bool is_whole = at::isIntegralType(input.scalar_type(), /*includeBool=*/false);
+  const auto numbers = is_whole ? input.to(at::kFloat) : input;
+  auto counts = at::empty({bins}, numbers.options());
+  at::histc_out(counts, numbers, bins, least, most);
+  return counts.to(input.scalar_type());
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   if (auto* block = block_of(self.storage())) Detector::get().record_stream(*block, stream);
 }
@@ -481,6 +497,9 @@ struct BeingRead {
   std::string what;
 };
 
+// While a thread has this lock it must not need Python's, for which another thread may make it wait
+// that itself waits for this one. A tensor of Python's needs Python's lock when it is referred to by
+// one more or one less: so what is added is made ahead, and what is removed is dropped afterwards.
 std::mutex copies_mutex;
 auto& copies = *new std::vector<OnItsWay>();
 auto& readings = *new std::vector<BeingRead>();
@@ -490,11 +509,12 @@ bool is_as_it_was(const BeingRead& reading) {
   return at::equal(reading.source, reading.value);
 }
 
-void tell_if_overwritten(const BeingRead& reading) {
-  if (is_as_it_was(reading)) return;
-  Detector::get().report(
-      reading.what + "\n  reads pinned memory that the host has written to meanwhile: it has not"
-      " waited for the copy\n");
+void tell_of_overwritten(const std::vector<std::string>& readings) {
+  for (const auto& what : readings) {
+    Detector::get().report(
+        what + "\n  reads pinned memory that the host has written to meanwhile: it has not waited"
+        " for the copy\n");
+  }
 }
 
 at::Tensor nonsense(const at::Tensor& like) {
@@ -504,17 +524,19 @@ at::Tensor nonsense(const at::Tensor& like) {
   return at::bitwise_not(like); // no value is its own
 }
 
-// What a tensor in the host's memory will be when all that a stream has waited for has come there.
-// The second value says whether something is on its way there for which the stream does not wait.
-std::pair<at::Tensor, bool> as_it_comes(const at::Tensor& tensor, c10::Stream stream) {
+// What a tensor in the host's memory will be when all that a stream has waited for has come there;
+// nothing if that is what it is. The second value says whether something is on its way there for
+// which the stream does not wait.
+std::pair<std::optional<at::Tensor>, bool> as_it_comes(
+    const at::Tensor& tensor, c10::Stream stream) {
   std::lock_guard lock(copies_mutex);
   for (const auto& each : copies) {
     if (!each.target.storage().is_alias_of(tensor.storage())) continue;
     const bool is_same = each.target.data_ptr() == tensor.data_ptr() && each.target.sizes() == tensor.sizes();
-    if (!is_same || !Detector::get().stream_knows(stream, each.until)) return {tensor, true};
+    if (!is_same || !Detector::get().stream_knows(stream, each.until)) return {std::nullopt, true};
     return {each.value, false};
   }
-  return {tensor, false};
+  return {std::nullopt, false};
 }
 
 void use(std::vector<Use>& uses, const at::Tensor& tensor, bool is_write) {
@@ -533,7 +555,10 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const auto there = current_stream(to_host ? source.device() : target.device());
   const std::string what = "aten::copy_ from " + source.device().str() + " to " + target.device().str();
   const bool is_read_later = from_host && non_blocking && is_pinned(source);
-  const auto [given, is_too_early] = from_host ? as_it_comes(source, stream) : std::pair(source, false);
+  std::optional<at::Tensor> coming;
+  bool is_too_early = false;
+  if (from_host) std::tie(coming, is_too_early) = as_it_comes(source, stream);
+  const auto given = coming.value_or(source);
   if (is_too_early || (!is_read_later && !given.is_same(source))) {
     detector.report(what + "\n  reads on the host what is still copied there: nobody has waited for it\n");
   }
@@ -563,8 +588,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
 
   OnHost guard;
   if (is_read_later && source.numel() > 0) {
+    BeingRead reading{detector.record(stream), source, at::empty_like(source).copy_(given), what};
     std::lock_guard lock(copies_mutex);
-    readings.push_back({detector.record(stream), source, at::empty_like(source).copy_(given), what});
+    readings.push_back(std::move(reading));
   }
   Aliases aliases;
   const auto from = from_host ? given : aliases.of(source);
@@ -574,8 +600,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   } else if (to.numel() > 0) {
     auto value = at::empty_like(to).copy_(from);
     to.copy_(nonsense(value));
+    OnItsWay on_its_way{detector.record(stream), to, value};
     std::lock_guard lock(copies_mutex);
-    copies.push_back({detector.record(stream), to, value});
+    copies.push_back(std::move(on_its_way));
   }
   if (to_host && !non_blocking) {
     detector.host_waits(stream);
@@ -610,37 +637,45 @@ int64_t fused_sdp_choice(
 } // namespace
 
 void land_copies() {
-  std::lock_guard lock(copies_mutex);
-  auto still = std::vector<OnItsWay>();
-  for (auto& each : copies) {
-    if (Detector::get().host_knows(each.until)) {
-      OnHost guard;
-      each.target.copy_(each.value);
-    } else {
-      still.push_back(std::move(each));
+  std::vector<OnItsWay> landed, still;
+  std::vector<BeingRead> read, still_read;
+  std::vector<std::string> overwritten;
+  {
+    std::lock_guard lock(copies_mutex);
+    for (auto& each : copies) {
+      const bool has_come = Detector::get().host_knows(each.until);
+      if (has_come) {
+        OnHost guard;
+        each.target.copy_(each.value);
+      }
+      (has_come ? landed : still).push_back(std::move(each));
     }
-  }
-  copies = std::move(still);
-  auto still_read = std::vector<BeingRead>();
-  for (auto& each : readings) {
-    if (!Detector::get().host_knows(each.until)) {
-      still_read.push_back(std::move(each));
-    } else {
-      tell_if_overwritten(each);
+    copies.swap(still);
+    for (auto& each : readings) {
+      const bool is_done = Detector::get().host_knows(each.until);
+      if (is_done && !is_as_it_was(each)) overwritten.push_back(each.what);
+      (is_done ? read : still_read).push_back(std::move(each));
     }
+    readings.swap(still_read);
   }
-  readings = std::move(still_read);
+  tell_of_overwritten(overwritten);
 }
 
 void check_sources() {
-  std::lock_guard lock(copies_mutex);
-  for (auto& each : readings) {
-    const bool is_coming = std::any_of(copies.begin(), copies.end(), [&](const auto& copy) {
-      return copy.target.storage().is_alias_of(each.source.storage());
-    });
-    if (!is_coming) tell_if_overwritten(each); // else it is not there yet
+  std::vector<BeingRead> all;
+  std::vector<std::string> overwritten;
+  {
+    std::lock_guard lock(copies_mutex);
+    all.swap(readings);
+    for (const auto& each : all) {
+      const bool is_coming = std::any_of(copies.begin(), copies.end(), [&](const auto& copy) {
+        return copy.target.storage().is_alias_of(each.source.storage());
+      });
+      // What is still coming is not there yet.
+      if (!is_coming && !is_as_it_was(each)) overwritten.push_back(each.what);
+    }
   }
-  readings.clear();
+  tell_of_overwritten(overwritten);
 }
 
 // -------------------------------------------------------------------------------- registration
@@ -654,13 +689,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       "aten::empty.memory_format", "aten::empty_strided", "aten::set_.source_Storage",
       "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::record_stream",
       "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_fused_sdp_choice",
-      "aten::_has_compatible_shallow_copy_type", "aten::native_dropout"};
-  // What the CPU has its own way of doing is done in that way, and not taken apart.
+      "aten::_has_compatible_shallow_copy_type", "aten::native_dropout", "aten::histc"};
+  // What the CPU has its own way of doing is done in that way, and not taken apart; nor are
+  // convolutions, and operators on lists of tensors, for which accelerators have kernels of their own.
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto full = toString(name);
     const auto op = dispatcher.findOp(name);
-    const bool is_whole = name.name == "aten::convolution" || name.name == "aten::convolution_backward";
+    const bool is_whole = name.name == "aten::convolution" ||
+        name.name == "aten::convolution_backward" || name.name.rfind("aten::_foreach_", 0) == 0;
     if (name.name.rfind("aten::", 0) == 0 && op && op->hasSchema() && by_hand.count(full) == 0 &&
         (is_whole || op->hasKernelForDispatchKey(DispatchKey::CPU))) {
       m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_host>());
@@ -672,6 +709,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("native_dropout", native_dropout);
+  m.impl("histc", histc);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
