@@ -29,7 +29,7 @@ _KINDS: tuple[Any, ...] = (
 """Each has a setting ``fp32_precision``. One that has not been set reads as the one it inherits.
 ``mkldnn`` itself is left out, since in PyTorch 2.11 to 2.13 setting it sets all backends."""
 
-_lock = threading.Lock()
+_lock, _here = threading.Lock(), threading.local()
 _before: list[
     _UsersPrecision
 ] = []  # what to put back: the same object for each thread that is inside
@@ -52,15 +52,44 @@ def full_precision() -> Iterator[None]:
     precision, too, until the last thread has left the context. Then everything is set as it was
     when the first one entered.
     """
-    with _lock:
-        _before.append(_before[-1] if _before else _set_to_full())
+    _enter(1)
     try:
         yield
     finally:
-        with _lock:
+        _leave(1)
+
+
+@contextmanager
+def users_precision() -> Iterator[None]:
+    """Within this context products are computed as the user has set it, also inside
+    :func:`full_precision`; but in float32 as long as another thread is inside that."""
+    times = _times_entered()
+    _leave(times)
+    try:
+        yield
+    finally:
+        _enter(times)
+
+
+def _times_entered() -> int:
+    """How many times this thread is inside of :func:`full_precision`."""
+    return getattr(_here, "times", 0)
+
+
+def _enter(times: int) -> None:
+    with _lock:
+        for _ in range(times):
+            _before.append(_before[-1] if _before else _set_to_full())
+        _here.times = _times_entered() + times
+
+
+def _leave(times: int) -> None:
+    with _lock:
+        for _ in range(times):
             settings = _before.pop()
             if not _before:
                 settings.put_back()
+        _here.times = _times_entered() - times
 
 
 def uses_tf32(is_convolution: bool) -> bool:

@@ -8,17 +8,20 @@
 
 What is measured is one micro-batch, of the size that the pipeline will run: a part of its time does
 not depend on how many rows it has. In each round all forwards run first and then all backwards, as
-in training, so that the caches of the processor are as cold as they will be there. The model is
-left as it was: gradients are not accumulated, and buffers and random states are put back.
+in training, so that the caches of the processor are as cold as they will be there. Products are
+computed in the precision that the user has set. On an accelerator the time is that of the device
+(:mod:`passes.cost.stopwatch`). The model is left as it was: gradients are not accumulated, and
+buffers and random states are put back.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +34,13 @@ from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
+from fxpipe.ir.precision import users_precision
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, more_rows
+from passes.cost.stopwatch import Stopwatch, stopwatch_of
 
 ROUNDS = 25  # the most rounds after the warm-up
 
@@ -121,13 +126,17 @@ class MeasuredCost:
         end = time.perf_counter() + self.budget_s
         console = Console(stderr=True)  # standard output may be redirected to a file
         progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        with _as_it_was(gm, device), _intra_op_threads(self.threads), progress:
+        as_it_runs = _as_it_was(gm, device), _intra_op_threads(self.threads), users_precision()
+        with ExitStack() as stack:
+            for each in (*as_it_runs, progress):
+                stack.enter_context(each)
+            stopwatch = stopwatch_of(device)
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
-                stopwatch = _TimingInterpreter(gm, device, self.training)
-                stopwatch.run(*inputs)
-                rounds.append(stopwatch.finish())
+                timing = _TimingInterpreter(gm, device, stopwatch, self.training)
+                timing.run(*inputs)
+                rounds.append(timing.finish())
         return rounds[1:] or rounds
 
 
@@ -150,10 +159,14 @@ class _TimingInterpreter(fx.Interpreter):
     The values between nodes are detached, so that each backward is that of one node."""
 
     def __init__(
-        self, gm: fx.GraphModule, device: torch.device | None, training: bool = True
+        self,
+        gm: fx.GraphModule,
+        device: torch.device | None,
+        stopwatch: Stopwatch,
+        training: bool = True,
     ) -> None:
         super().__init__(gm)
-        self.device, self.training = device, training
+        self.device, self.stopwatch, self.training = device, stopwatch, training
         self.tapes: list[_TimedForward] = []
         self.moved: dict[str, Tensor] = {}  # tensors of the next module, copied to the device
 
@@ -172,7 +185,8 @@ class _TimingInterpreter(fx.Interpreter):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
             )
-            result, ahead = self._timed(lambda: run(n.target, *mutable((args, kwargs))))
+            call = partial(run, n.target, *mutable((args, kwargs)))
+            result, ahead = self.stopwatch.time((n, "forward"), call)
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
         own = {id(t) for t in parameters}
         wanted = list({id(t): t for t in (*leaves, *parameters) if t.requires_grad}.values())
@@ -195,8 +209,11 @@ class _TimingInterpreter(fx.Interpreter):
             return 0.0, 0.0
         gradients = [torch.ones_like(t) for t in tape.outputs]
         try:
-            found, seconds = self._timed(
-                lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
+            found, seconds = self.stopwatch.time(
+                (tape.node, "backward"),
+                lambda: torch.autograd.grad(
+                    tape.outputs, tape.inputs, gradients, allow_unused=True
+                ),
             )
         except RuntimeError as error:
             if not is_the_models(error):  # such as an out-of-memory error
@@ -212,7 +229,9 @@ class _TimingInterpreter(fx.Interpreter):
         ]
         if not pairs:
             return seconds, 0.0
-        _, adding = self._timed(lambda: [gradient.add_(other) for gradient, other in pairs])
+        _, adding = self.stopwatch.time(
+            (tape.node, "adding"), lambda: [gradient.add_(other) for gradient, other in pairs]
+        )
         return seconds, adding
 
     def _move_in(self, path: str) -> list[Tensor]:
@@ -255,18 +274,6 @@ class _TimingInterpreter(fx.Interpreter):
             ),
             value,
         )
-
-    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        self._wait()
-        start = time.perf_counter()
-        result = run()
-        self._wait()
-        return result, time.perf_counter() - start
-
-    def _wait(self) -> None:
-        """Wait until the accelerator has done all its work, which it does asynchronously."""
-        if self.device is not None and self.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self.device)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.ir.precision import full_precision, uses_tf32
+from fxpipe.ir.precision import full_precision, users_precision, uses_tf32
+from passes.cost.stopwatch import Stopwatch
 
 BACKENDS = torch.backends
 KINDS = {
@@ -125,6 +126,62 @@ def test_the_last_thread_that_leaves_puts_the_settings_back():
     thread.join()
 
     assert settings() == before
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_for_a_while_it_may_be_as_the_user_has_set_it(way):
+    way()
+    before = settings()
+
+    with full_precision():
+        full = settings()
+        with full_precision(), users_precision():
+            assert settings() == before
+            with full_precision():
+                assert settings() == full
+            assert settings() == before
+        assert settings() == full
+    assert settings() == before
+    with users_precision():
+        assert settings() == before
+    assert settings() == before
+
+
+def test_it_stays_full_while_another_thread_needs_it():
+    matmul_high()
+    before = settings()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with full_precision():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with full_precision():
+        thread.start()
+        entered.wait()
+        with users_precision():
+            assert settings()["matmul"] == "highest"
+        leave.set()
+        thread.join()
+        assert settings()["matmul"] == "highest"
+    assert settings() == before
+
+
+def test_costs_are_measured_in_the_precision_that_the_user_has_set(monkeypatch):
+    met, timed = set(), Stopwatch.time
+
+    def time(stopwatch, key, run):
+        met.add(torch.get_float32_matmul_precision())
+        return timed(stopwatch, key, run)
+
+    monkeypatch.setattr(Stopwatch, "time", time)
+    matmul_high()
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=2, costs="measured") as pipe:
+        pipe.prepare(torch.randn(4, 4))
+
+    assert met == {"high"}
 
 
 def test_a_model_is_checked_in_full_precision_and_computes_as_the_user_has_set():

@@ -13,6 +13,7 @@ from fxpipe.runtime.lanes import threads_of_a_lane
 from passes import Alias, AnalyticCost, Rows
 from passes.cost import measured as measure_module
 from passes.cost.measured import MeasuredCost
+from passes.cost.stopwatch import Stopwatch
 from tests.zoo import MODELS, same
 
 
@@ -163,11 +164,7 @@ def test_one_micro_batch_is_measured_for_all_of_them(monkeypatch, dims, rows, ti
         def is_leaf_module(self, module, name):
             return True
 
-    monkeypatch.setattr(
-        measure_module._TimingInterpreter,
-        "_timed",
-        lambda stopwatch, run: (run(), 1.0),
-    )
+    monkeypatch.setattr(Stopwatch, "time", lambda stopwatch, key, run: (run(), 1.0))
     model, x = nn.Sequential(Watched()), torch.ones(12, 4)
     gm = Rows((x,), (0,), 4)(Alias((x,))(fx.GraphModule(model, Leaves().trace(model))))
     model[0].rows.clear()

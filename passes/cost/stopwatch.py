@@ -1,0 +1,87 @@
+"""How long a call keeps a device busy.
+
+::
+
+    host     filler ─ begin ─ the call's kernels ─ end          launches all of it at once
+    device   [ filler ........................ ] • [ kernels ] •
+
+An accelerator's host only launches kernels, and for small ones that takes longer than the device
+needs to run them. So the device is given other work first, for as long as the host needs to launch
+the call: then the time between the two events is that of the call's kernels, one right after the
+other, as they run in a step whose host is ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+FILLER_S = 1e-4  # the least time that one product for the filler takes
+SIDES = [2**n for n in range(8, 14)]  # of the matrices that may be the filler
+SPARE = 1.5  # how many times as long as the host needs to launch a call the device is kept busy
+
+
+class Stopwatch:
+    """Times calls on the CPU by its clock."""
+
+    def time(self, key: Any, run: Callable[[], T]) -> tuple[T, float]:
+        """The result of a call, and the seconds that it takes. Calls that do the same, in another
+        round, have the same ``key``."""
+        start = time.perf_counter()
+        result = run()
+        return result, time.perf_counter() - start
+
+
+class DeviceStopwatch(Stopwatch):
+    """Times calls on an accelerator by the device's clock. The first call with a key is timed with
+    the host's launches, which tells how long the device is to be kept busy the next time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._launching: dict[Any, float] = {}
+        self._filler, self._filler_s = self._calibrated()
+
+    def time(self, key: Any, run: Callable[[], T]) -> tuple[T, float]:
+        """As :meth:`Stopwatch.time`; the caller's stream waits for nothing else meanwhile."""
+        busy = SPARE * self._launching[key] if key in self._launching else 0.0
+        torch.accelerator.synchronize(self.device)
+        for _ in range(round(busy / self._filler_s + 0.5) if busy else 0):
+            torch.mm(self._filler, self._filler)
+        started = time.perf_counter()
+        begin = self._event()
+        result = run()
+        end = self._event()
+        self._launching[key] = time.perf_counter() - started
+        end.synchronize()
+        return result, begin.elapsed_time(end) / 1e3
+
+    def _calibrated(self) -> tuple[torch.Tensor, float]:
+        """A matrix whose square takes long enough, and the seconds that it takes."""
+        for side in SIDES:
+            filler, taken = torch.zeros(side, side, device=self.device), []
+            for _ in range(3):
+                begin = self._event()
+                torch.mm(filler, filler)
+                end = self._event()
+                end.synchronize()
+                taken.append(begin.elapsed_time(end) / 1e3)
+            if min(taken) >= FILLER_S:
+                break
+        return filler, max(min(taken), 1e-6)
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+
+def stopwatch_of(device: torch.device | None) -> Stopwatch:
+    """The stopwatch for calls on a device; None: the CPU."""
+    if device is None or device.type in ("cpu", "meta"):
+        return Stopwatch()
+    return DeviceStopwatch(device)
