@@ -122,17 +122,19 @@ class Large:
     count: int
 
 
-def large(machine: Machine, chunks: int) -> list[Callable[[], Large]]:
-    """GPT-2 with 124 M parameters, the U-Net (5, 64), and ResNet-101; made when called for."""
+def large(machine: Machine, chunks: int, times: int = 1) -> list[Callable[[], Large]]:
+    """GPT-2 with 124 M parameters, the U-Net (5, 64), and ResNet-101; made when called for. A
+    micro-batch has two rows, of ResNet-101 eight, or so many ``times`` as many."""
+    parts = chunks * times
     return [
-        lambda: _gpt2(machine, chunks),
-        lambda: _unet(machine, chunks),
-        lambda: _resnet(machine, chunks),
+        lambda: _gpt2(machine, parts),
+        lambda: _unet(machine, parts),
+        lambda: _resnet(machine, parts),
     ]
 
 
-def _gpt2(machine: Machine, chunks: int) -> Large:
-    rows, tokens = chunks * machine.pick(2, 1), machine.pick(512, 8)
+def _gpt2(machine: Machine, parts: int) -> Large:
+    rows, tokens = parts * machine.pick(2, 1), machine.pick(512, 8)
     vocabulary, width, heads, depth = machine.pick((50257, 768, 12, 12), (50, 16, 2, 2))
     ids = torch.randint(vocabulary, (rows, tokens))
     model: nn.Module
@@ -196,8 +198,8 @@ class _Layer(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-def _unet(machine: Machine, chunks: int) -> Large:
-    rows, size = chunks * machine.pick(2, 1), machine.pick(192, 16)
+def _unet(machine: Machine, parts: int) -> Large:
+    rows, size = parts * machine.pick(2, 1), machine.pick(192, 16)
     convs, channels, depth = machine.pick((5, 64, 5), (1, 2, 2))
     x = torch.randn(rows, 3, size, size)
     target = torch.randn(rows, 1, size, size)
@@ -205,8 +207,8 @@ def _unet(machine: Machine, chunks: int) -> Large:
     return Large(f"U-Net ({convs}, {channels})", model, (x,), target, F.mse_loss, "samples", rows)
 
 
-def _resnet(machine: Machine, chunks: int) -> Large:
-    rows, size = chunks * machine.pick(8, 2), machine.pick(224, 32)
+def _resnet(machine: Machine, parts: int) -> Large:
+    rows, size = parts * machine.pick(8, 2), machine.pick(224, 32)
     depths = machine.pick((3, 4, 23, 3), (1, 1, 1, 1))
     name = machine.pick("ResNet-101", "ResNet-14")
     target = torch.randint(1000, (rows,))
