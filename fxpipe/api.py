@@ -121,8 +121,8 @@ def compile(
             on. (The batch size may always vary.)
         memory: what the cut may take on each lane: bytes, "20GiB", a device's name, or a list.
             None: what is free on an accelerator; no limit on the CPU.
-        optimizer: whose states count as memory: a name in ``torch.optim``, an optimizer, or a
-            number of tensors for each parameter. None: Adam's two.
+        optimizer: whose states count as memory, and whose step as time: a name in ``torch.optim``,
+            an optimizer, or a number of tensors for each parameter. None: Adam's two, and no time.
         example_target: a target, with which ``memory`` also counts what ``loss_fn`` saves.
         training: False: outputs only, and no memory for gradients.
         dump: a folder for a page that shows what each pass changed; or ``FXPIPE_DUMP=folder``.

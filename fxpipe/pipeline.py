@@ -625,10 +625,11 @@ class Pipeline(ModelProxy):
         it holds.
 
         The prediction uses the times of :meth:`measure`, if that has been called, else estimated
-        costs. It has no time for the step of an optimizer, but its memory. The memory is always an
-        estimate: parameters, their gradients, the states of the optimizer, and what its step needs;
-        buffers, and activations. A checkpointed micro-batch holds activations only while its
-        forward is computed again; until then it holds the inputs of the stage.
+        costs. The step of an optimizer takes time in it if :func:`compile` was given
+        ``optimizer=``. The memory is always an estimate: parameters, their gradients, the states of
+        the optimizer, which is an Adam if none was given, and what its step needs; buffers, and
+        activations. A checkpointed micro-batch holds activations only while its forward is computed
+        again; until then it holds the inputs of the stage.
         """
         return self._views.timeline()
 

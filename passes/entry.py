@@ -21,6 +21,7 @@ from passes.common.modes import Modes
 from passes.common.segments import Segments
 from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
+from passes.cost.load import Update
 
 
 class Pass(Protocol):
@@ -66,7 +67,7 @@ class ToStages:
         costs: where the costs of nodes come from, as for :func:`fxpipe.compile`.
         spec: the description of the device by which times are estimated.
         optimizer_states: how many tensors of a parameter's size the optimizer keeps for it.
-        optimizer_update: how many more its step needs while it runs, on accelerators.
+        optimizer_update: what its step takes while it runs.
         measured_on: the device on which costs are measured; None: the model's.
         measured_with: the number of intra-op threads with which they are; None: those that are set.
         deferred_batch_norm: whether batch norms update their running statistics once for each
@@ -87,7 +88,7 @@ class ToStages:
     costs: Costs = "analytic"
     spec: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
-    optimizer_update: float = ADAMS_UPDATE
+    optimizer_update: Update = ADAMS_UPDATE
     measured_on: torch.device | None = None
     measured_with: int | None = None
     deferred_batch_norm: bool = False

@@ -143,7 +143,8 @@ class Mode:
         steps = (step.graph_module for step, _ in reversed(self.steps.values()))
         losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
         expected = self.expected_loss if isinstance(self.expected_loss, SavedByLoss) else None
-        return next((loss.saved for loss in losses if loss.saved is not None), expected)
+        found = next((loss.saved for loss in losses if loss.saved is not None), None)
+        return found.known_by(expected) if found and expected else found or expected
 
     @property
     def loss_dim(self) -> Dim:

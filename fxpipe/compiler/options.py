@@ -46,6 +46,7 @@ from passes.common.modes import Modes, of_stages
 from passes.common.segments import Segments, counts
 from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
+from passes.cost.load import Update
 from passes.partition.automatic import Auto
 from passes.partition.partition import Spec
 
@@ -82,7 +83,7 @@ class Options:
     cache: str | os.PathLike[str] | None = None
     memory: tuple[float | None, ...] | None = None  # of each lane; None: what a device has
     optimizer_states: float = ADAM
-    optimizer_update: float = ADAMS_UPDATE
+    optimizer_update: Update = ADAMS_UPDATE
     optimizer: str = ""  # whose states these are, in words; "" if nothing is trained
     example_target: Any = None  # with its tensors on "meta"
     call: WrittenCall = COMPILE
@@ -138,7 +139,7 @@ class Options:
             costs=costs,
             memory=None if memory is None else limits_of(memory, len(lanes)),
             optimizer_states=optimizer_states(optimizer, ADAM),
-            optimizer_update=optimizer_update(optimizer, ADAMS_UPDATE),
+            optimizer_update=optimizer_update(optimizer),
             optimizer=_named(optimizer) if training else "",
             example_target=without_values(example_target),
             training=training,

@@ -67,7 +67,14 @@ class Replanned:
     def asked(self, memory: tuple[float | None, ...]) -> PlanQuestion:
         """The question which plan there is with the options of the compilation, on lanes with so
         much memory."""
-        context = ToStages((), (), chunks=self.chunks, training=self.options.training)
+        context = ToStages(
+            (),
+            (),
+            chunks=self.chunks,
+            optimizer_states=self.options.optimizer_states,
+            optimizer_update=self.options.optimizer_update,
+            training=self.options.training,
+        )
         gm = self._at(self.chunks)
         loss = self.mode.saved_by_loss
         asked = question_of(self.options, memory, gm, context, self.chunks, loss)

@@ -40,7 +40,8 @@ def against(
     devices: Sequence[str],
     run: str = "step",
 ) -> Iterator[str]:
-    """What a measured step says beside the predicted one.
+    """What a measured step says beside the predicted one. Steps are measured without an optimizer,
+    so that the time of its step does not count in the predicted ones.
 
     Args:
         replayed: the step as it is predicted from the measured times of the stages, which are the
@@ -48,8 +49,8 @@ def against(
         devices: the name of each lane's device.
         run: what has been measured: "step", or "call".
     """
-    whole = measured.makespan
-    times = _ratio(whole, predicted.makespan)
+    whole, again = measured.makespan, _of_actions(replayed)
+    times = _ratio(whole, _of_actions(predicted))
     yield (
         f"Measured, by pipe.measure, it was {human_time(whole)}, {times:.3g} times as long as "
         "predicted."
@@ -74,10 +75,10 @@ def against(
             f"{', and '.join(shared)}: what one of them takes, the others lack, and that is in "
             "these times."
         )
-    rest = whole - replayed.makespan
+    rest = whole - again
     if rest > SEEN * whole:
         yield (
-            f"With these times of the stages the {run} would take {human_time(replayed.makespan)}; "
+            f"With these times of the stages the {run} would take {human_time(again)}; "
             f"the other {human_time(rest)} ({rest / whole:.0%} of it) pass between the actions, "
             "where the host starts nodes and lanes wait for each other, or in single actions that "
             "have taken longer than others of their stage."
@@ -87,6 +88,12 @@ def against(
 def microbatches_of(timeline: Timeline) -> int:
     """The number of micro-batches of a step."""
     return 1 + max((s.action.microbatch for s in timeline.spans if s.action), default=0)
+
+
+def _of_actions(timeline: Timeline) -> float:
+    """The seconds from the begin of a step to the end of its last action."""
+    ends = [span.end for span in timeline.spans if span.action is not None]
+    return max(ends, default=timeline.start) - timeline.start
 
 
 def _of_stages(predicted: Timeline, measured: Timeline) -> dict[int, float]:

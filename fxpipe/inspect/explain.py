@@ -36,6 +36,7 @@ from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import Timeline
+from fxpipe.schedule.simulator import OPTIMIZER
 from passes.common.modes import OFFLOAD, is_never
 from passes.common.segments import in_words
 from passes.partition.pieces import heaviest, kept_whole
@@ -320,6 +321,12 @@ class Explaining:
             f"The bubble: lane {slowest} waits {waits / whole:.0%} of the {run}, for its first "
             "micro-batch and after its last."
         )
+        updating = sum(s.seconds for s in step.of_lane(slowest) if s.name == OPTIMIZER)
+        if updating:
+            sentences.append(
+                f"The optimizer's step takes {human_time(updating)} of that lane, "
+                f"{updating / whole:.0%} of the {run}."
+            )
         if len(set(self.options.names)) > 1:
             free, why = _plan_of(compiled.without_links)
             if free is None:

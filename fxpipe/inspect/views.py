@@ -49,6 +49,7 @@ from fxpipe.planning.estimates import (
     step_memory,
     updates_on,
     with_moves,
+    with_updates,
 )
 from fxpipe.schedule import AUTO, Timeline
 from passes import Project
@@ -374,9 +375,11 @@ class Views:
         loss = self._runner.described()[0].loss_memory
         updates = updates_on(options.specs, options.optimizer_update)
         memory = step_memory(kept, options.placement, chunks, self._modes, loss, updates)
+        costs = with_moves(costs, kept, chunks, self._modes)
+        devices = [options.specs[lane] for lane in options.placement]
         found = predicted(
             schedule,
-            with_moves(costs, kept, chunks, self._modes),
+            with_updates(costs, kept, devices, options.optimizer_update),
             step_links(layout, chunks, options.specs, list(map(str, options.lanes)), graph),
             memory,
             training=options.training,

@@ -25,7 +25,8 @@ class Cost:
     ``accumulation_s`` is the time that each micro-batch but the first takes to add its gradients of
     parameters to those that are there. It is part of ``backward_s`` as often as that happens.
     ``again_s`` is the time of a second forward that is given the results of products, which have
-    ``product_bytes``, and ``operators`` is the number of operators of a forward.
+    ``product_bytes``, and ``operators`` is the number of operators of a forward. ``trained`` is
+    the number of parameters that get a gradient.
     """
 
     forward_s: float = 0.0
@@ -42,6 +43,7 @@ class Cost:
     again_s: float = 0.0
     product_bytes: int = 0
     operators: int = 0
+    trained: int = 0
 
     @property
     def selective_s(self) -> float:
@@ -68,7 +70,7 @@ class Cost:
     def times(self, count: int) -> Cost:
         """The cost of ``count`` micro-batches, if this is the cost of one. Parameters and the
         memory that is kept for them count once."""
-        names = {f.name for f in fields(self)}.difference(FIXED, ["accumulation_s"])
+        names = {f.name for f in fields(self)}.difference(FIXED, ["accumulation_s", "trained"])
         found = replace(self, **{name: getattr(self, name) * count for name in names})
         return replace(found, backward_s=found.backward_s + (count - 1) * self.accumulation_s)
 

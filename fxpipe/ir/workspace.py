@@ -9,7 +9,8 @@
 
 A stage is walked node by node, as it will run: a value is there from the node that makes it until
 the last one that uses it, a saved tensor until the backward of the first node that has saved it, a
-gradient until it has been used. So the most at any time is found, without running anything.
+gradient until it has been used. What the caller of a stage gives to it, inputs or gradients, the
+caller holds until the stage is done. So the most at any time is found, without running anything.
 """
 
 from __future__ import annotations
@@ -65,27 +66,27 @@ class StageWorkspace:
     activations that it keeps from the forward to the backward.
 
     Attributes:
-        forward: in a forward that keeps activations. It includes the results.
+        forward: in a forward that keeps activations, or that no backward follows. It includes the
+            results, and the inputs.
         again: in a forward that keeps the stage's inputs only, beyond these. It saves activations
             too, and frees them at its end.
+        rerun: in a forward that is run again, beyond activations and inputs.
         backward: in a backward that frees activations as it goes, with the gradients of results.
         half: in the first half of a backward, which frees what the second half does not need, and
             keeps gradients for it.
         weights: in the second half of a backward: the largest gradient of a parameter, which is
             there beside the ``.grad`` that it is added to.
         kept_inputs: how many bytes of the stage's inputs are among its activations.
-        alone: in a forward that no backward follows. The caller of the stage holds its inputs until
-            it is done, and they are kept nowhere else.
         between: all bytes that are kept from the first half of a backward to the second.
     """
 
     forward: int = 0
     again: int = 0
+    rerun: int = 0
     backward: int = 0
     half: int = 0
     weights: int = 0
     kept_inputs: int = 0
-    alone: int = 0
     between: int = 0
 
     def or_more(self, other: StageWorkspace) -> StageWorkspace:
@@ -94,11 +95,11 @@ class StageWorkspace:
         return StageWorkspace(
             max(self.forward, other.forward),
             max(self.again, other.again),
+            max(self.rerun, other.rerun),
             max(self.backward, other.backward),
             max(self.half, other.half),
             max(self.weights, other.weights),
             self.kept_inputs,
-            max(self.alone, other.alone),
             max(self.between, other.between),
         )
 
@@ -112,18 +113,38 @@ def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
     """What a stage needs that consists of these nodes."""
     walk = _Walk(nodes)
     kept = sum(walk.kept.values())
-    backward, _ = walk.backward(in_halves=False)
-    half, between = walk.backward(in_halves=True)
+    backward, *_ = walk.backward(in_halves=False)
+    half, between, _ = walk.backward(in_halves=True)
+    forward = walk.forward()
     return StageWorkspace(
-        walk.forward(walk.kept, {}) - kept,
-        walk.forward(walk.kept, walk.inputs) - sum(walk.inputs.values()),
+        forward - kept,
+        forward - sum(walk.inputs.values()),
+        forward - sum((walk.kept | walk.inputs).values()),
         backward - kept,
         half - kept,
         max((_workspace(node).weights for node in nodes), default=0),
         sum(size for memory, size in walk.inputs.items() if memory in walk.kept),
-        walk.forward(walk.kept, walk.inputs) - kept,
         between,
     )
+
+
+def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
+    """The memories of the gradients of a stage's inputs, for a mini-batch: by the name of the node
+    that makes the input, the bytes of each memory, which has a number.
+
+    A gradient may be a view of a larger one, as for an input of a concatenation, and keep all of
+    that. Then several inputs may have one memory, and one number.
+    """
+    walk = _Walk(nodes)
+    _, _, grads = walk.backward(in_halves=False)
+    return {
+        source.name: {
+            number: size
+            for tensor, _ in _tensors(source)
+            for number, size in grads.memory(tensor).items()
+        }
+        for source in walk.sources
+    }
 
 
 class _Walk:
@@ -140,8 +161,9 @@ class _Walk:
             if source.op == "get_attr"
             for tensor in tensors_of(source.meta.get(VALUE))
         }
+        self.sources = sources - members
         self.inputs: dict[int, int] = {}
-        for source in sources - members:
+        for source in self.sources:
             self.inputs |= self._memories(source)
         self.results = [node for node in nodes if not members.issuperset(node.users)]
 
@@ -153,23 +175,18 @@ class _Walk:
             if memory_of(tensor) not in self.state
         }
 
-    def forward(self, kept: Mapping[int, int], held: Mapping[int, int]) -> int:
-        """The most bytes in a forward.
-
-        Args:
-            kept: the memories that it keeps for the backward.
-            held: further memories that are there all the time.
-        """
+    def forward(self) -> int:
+        """The most bytes in a forward, which saves activations. Its caller holds its inputs."""
         uses = Counter(m for node in self.nodes for m in self._uses(node))
         uses.update(m for node in self.results for m in self._memories(node))
-        uses.update([*kept, *held])
+        uses.update([*self.kept, *self.inputs])
         there = _Bytes(self.inputs)
         most = there.total
         for node in self.nodes:
             most = max(most, there.total + _workspace(node).forward)
             own = self._memories(node)
             there.add(own)
-            there.add({m: size for m, size in self.saved[node].items() if m in kept})
+            there.add(self.saved[node])
             uses.subtract(self._uses(node))
             there.drop(m for m in (*own, *self._uses(node)) if not uses[m])
         return max(most, there.total)
@@ -177,32 +194,36 @@ class _Walk:
     def _uses(self, node: fx.Node) -> list[int]:
         return [memory for source in node.all_input_nodes for memory in self._memories(source)]
 
-    def backward(self, in_halves: bool) -> tuple[int, int]:
-        """The most bytes in a backward, or in its first half, and those that are kept from this
-        half to the second one, which is for nodes whose gradients of parameters are put off."""
+    def backward(self, in_halves: bool) -> tuple[int, int, _PendingGradients]:
+        """The most bytes in a backward, or in its first half; those that are kept from this half
+        to the second one, which is for nodes whose gradients of parameters are put off; and the
+        gradients of the stage's inputs."""
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
             for tensor, count in _tensors(node):
                 grads.put(tensor, memory_bytes(tensor) * count * tensor.requires_grad)
+        grads.hold()  # whoever calls the backward holds them until it has ended
         most = there.total + grads.bytes.total
         for node in reversed(self.nodes):
             found = (grads.take(tensor) for tensor, _ in _tensors(node))
             incoming = [number for number in found if number is not None]
             is_put_off = in_halves and bool(incoming) and _workspace(node).is_deferrable
+            added = 0
             if incoming:
                 needed = _workspace(node).backward + _workspace(node).weights * (not is_put_off)
                 most = max(most, there.total + grads.bytes.total + needed)
                 for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
                     if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
-                        grads.put(tensor, size, incoming[0])
+                        added += grads.put(tensor, size, incoming[0])
             if is_put_off:
                 put_off.update(incoming)
                 continue
             grads.drop(incoming)
             uses.subtract(list(self.saved[node]))
             there.drop(m for m in self.saved[node] if not uses[m])
-        return most, there.total + grads.bytes.of(put_off)
+            most = max(most, there.total + grads.bytes.total + added)  # sums come afterwards
+        return most, there.total + grads.bytes.of(put_off), grads
 
 
 class _Bytes:
@@ -233,20 +254,44 @@ class _PendingGradients:
     def __init__(self) -> None:
         self.bytes = _Bytes()
         self._of: dict[int, int] = {}  # by tensors, the numbers of their gradients
+        self._sums = set[int]()  # tensors whose gradients are sums, and so no views of others
         self._users: Counter[int] = Counter()
         self._numbers = itertools.count()
 
-    def put(self, tensor: Tensor, size: int, same: int = -1) -> None:
+    def put(self, tensor: Tensor, size: int, same: int = -1) -> int:
         """Note a gradient of a tensor: a new one of ``size`` bytes; none if that is 0; the ``same``
-        one as another tensor's if it is negative. If the tensor has a gradient, this is added to
-        it."""
-        if not size or id(tensor) in self._of:
-            return
+        one as another tensor's if it is negative.
+
+        If the tensor has a gradient, this one is added to it: in place, or, if others have that
+        gradient too, in new memory. Returns the bytes of what is added, which is there meanwhile.
+        """
+        if not size:
+            return 0
         number = same if size < 0 else next(self._numbers)
+        before = self._of.get(id(tensor))
+        if before is not None:
+            self._sums.add(id(tensor))
+            if self._users[before] == 1:
+                return max(size, 0)
+            size = size if size > 0 else self.bytes.of([before])
+            number = next(self._numbers)
+            self._users[before] -= 1
         self._of[id(tensor)] = number
         self._users[number] += 1
-        if size > 0:
-            self.bytes.add({number: size})
+        self.bytes.add({number: size} if size > 0 else {})
+        return 0 if before is None else size
+
+    def hold(self) -> None:
+        """Let the gradients that are there be somebody else's as well, who keeps them."""
+        self._users.update(list(self._users))
+
+    def memory(self, tensor: Tensor) -> dict[int, int]:
+        """The number of the memory of a tensor's gradient, with its bytes, which may be those of a
+        larger gradient; none if there is no gradient, or if it is a sum, which has its own."""
+        number = self._of.get(id(tensor))
+        if number is None or id(tensor) in self._sums:
+            return {}
+        return {number: self.bytes.of([number])}
 
     def take(self, tensor: Tensor) -> int | None:
         """The number of a tensor's gradient, which is about to be used and then dropped."""

@@ -32,7 +32,7 @@ from fxpipe.trace import CustomTracer
 from passes.chain import Chain, chain_of
 from passes.common.modes import Modes, modes_of
 from passes.common.segments import Segments, segments_of
-from passes.cost.analytic import ADAM, ADAMS_UPDATE
+from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
 from passes.partition.partition import Spec, within
@@ -133,9 +133,8 @@ def plan(
     limits = limits_of(memory, len(specs))
     if memory is not None:
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
-    usual = min(ADAMS_UPDATE, optimizer_states)
+    update = optimizer_update(optimizer_states if optimizer is None else optimizer)
     optimizer_states = count_states(optimizer, optimizer_states)
-    update = optimizer_update(optimizer, usual)
     placement = placement_of(schedule, len(specs), stages)
     is_measured = isinstance(costs, str) and costs == "measured"
 

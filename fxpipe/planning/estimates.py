@@ -6,7 +6,7 @@ when each node begins and ends gives a measured timeline.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -27,7 +27,12 @@ from fxpipe.ir.graph import (
     nodes_of_stages,
 )
 from fxpipe.ir.tensors import memory_of, tensors_of
-from fxpipe.ir.workspace import StageWorkspace, stage_workspaces, workspace_of
+from fxpipe.ir.workspace import (
+    StageWorkspace,
+    sent_gradients,
+    stage_workspaces,
+    workspace_of,
+)
 from fxpipe.runtime.checkpointing.offload import that_move
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
@@ -59,6 +64,9 @@ from passes.common.modes import (
 )
 from passes.common.segments import Segments, counts
 from passes.common.skips import SkipLayout
+from passes.cost.load import Update
+
+Ends = tuple[int, int]  # the numbers of two stages, one of which sends to the other
 
 LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of spans for which schedules have no action
 
@@ -128,6 +136,20 @@ def with_moves(
     ]
 
 
+def with_updates(
+    costs: Sequence[StageCost],
+    stages: Sequence[StageMemory],
+    devices: Sequence[DeviceSpec],
+    update: Update,
+) -> list[StageCost]:
+    """The same costs, with the time of the optimizer's step. ``devices`` has the device of each
+    stage."""
+    return [
+        replace(cost, update=update.seconds(stage.gradients, stage.trained, device))
+        for cost, stage, device in zip(costs, stages, devices, strict=True)
+    ]
+
+
 def measured_costs(
     timeline: Timeline, stages: int, average: Callable[[list[float]], float] = median
 ) -> list[StageCost]:
@@ -181,7 +203,8 @@ def traffic(
             bytes as its value, and so has that of a value which is no node of the graph.
     """
     nodes = {} if graph is None else {_name_of(node): node for node in graph.nodes}
-    there, back, once = Counter[tuple[int, int]](), Counter[tuple[int, int]](), []
+    there, back = defaultdict[Ends, list[int]](list), defaultdict[Ends, list[int]](list)
+    once = []
     for hop in layout.hops:
         if hop.source is None:  # inputs of the model are on their stage when the step begins
             continue
@@ -190,9 +213,19 @@ def traffic(
         if hop.once:
             once.append(Edge(hop.source, hop.target, hop.bytes, returned))
         else:
-            there[hop.source, hop.target] += hop.bytes
-            back[hop.source, hop.target] += returned
-    return [Edge(*ends, there[ends] / chunks, back[ends] / chunks) for ends in there], once
+            there[hop.source, hop.target].append(hop.bytes)
+            back[hop.source, hop.target].append(returned)
+    edges = [
+        Edge(
+            *ends,
+            sum(sizes) / chunks,
+            sum(back[ends]) / chunks,
+            tensors=len(sizes),
+            gradient_tensors=sum(map(bool, back[ends])),
+        )
+        for ends, sizes in there.items()
+    ]
+    return edges, once
 
 
 def _name_of(node: fx.Node) -> str:
@@ -258,6 +291,7 @@ class StageMemory:
             and its copies of parameters that it shares with other stages.
         activations: the saved tensors of a whole mini-batch.
         gradients: the bytes of the gradients of parameters.
+        trained: the number of these gradients.
         saved: the bytes of each of the activations, in the order in which the forward saves them;
             none if that is not known.
         recomputed: how many of them are there at one time if the whole mini-batch is recomputed;
@@ -270,6 +304,8 @@ class StageMemory:
         workspace: what the stage needs only while it runs; None if that is not known.
         kept_results: by later stages, how many bytes of what this stage sends to each of them are
             among its own activations, for a whole mini-batch.
+        views: by earlier stages, how many bytes more than the gradients that this stage sends back
+            to each of them the memories have of which these are views, for a whole mini-batch.
         joined: the bytes of the largest output that the stage puts together, at the end of a call
             without a backward, from those of the micro-batches, which are there until it is done.
     """
@@ -279,12 +315,14 @@ class StageMemory:
     inputs: float
     workspace: StageWorkspace | None = None
     kept_results: Mapping[int, float] = field(default_factory=dict)
+    views: Mapping[int, float] = field(default_factory=dict)
     joined: float = 0.0
     recomputed: float | None = None
     products: float = 0.0
     kept: float = 0.0
     saved: tuple[int, ...] = ()
     gradients: float = 0.0
+    trained: int = 0
 
     @property
     def activations_at_once(self) -> float:
@@ -361,6 +399,7 @@ def stage_memory(
             received,
             products=cost.product_bytes,
             gradients=cost.gradient_bytes,
+            trained=cost.trained,
         )
         for cost, received in zip(costs, inputs, strict=True)
     ]
@@ -368,19 +407,20 @@ def stage_memory(
         return found
     workspaces, joined = stage_workspaces(graph), [0.0] * len(costs)
     if not training:
-        workspaces = [replace(each, forward=each.alone) for each in workspaces]
         joined = _joined_outputs(graph, len(costs))
     results = _kept_results(graph, layout, len(costs))
+    views = _views(graph, layout, len(costs)) if training else [{}] * len(costs)
     return [
         replace(
             stage,
             workspace=workspace,
             kept_results=kept,
+            views=larger,
             joined=most,
             saved=tuple(saved_sizes(nodes)),
         )
-        for stage, workspace, kept, most, nodes in zip(
-            found, workspaces, results, joined, nodes_of_stages(graph), strict=True
+        for stage, workspace, kept, larger, most, nodes in zip(
+            found, workspaces, results, views, joined, nodes_of_stages(graph), strict=True
         )
     ]
 
@@ -409,6 +449,26 @@ def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict
                 known = found[hop.source]
                 known[hop.target] = known.get(hop.target, 0.0) + hop.bytes
     return found
+
+
+def _views(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
+    """For each stage, how many bytes more than the gradients that it sends back the memories have
+    of which these gradients are views."""
+    nodes = {node.name: node for node in graph.nodes}
+    sent = [sent_gradients(own) for own in nodes_of_stages(graph)]
+    memories: list[dict[int, dict[int, int]]] = [{} for _ in range(stages)]
+    own: list[dict[int, float]] = [{} for _ in range(stages)]
+    for hop in layout.hops:
+        if hop.source is None or hop.once or hop.value not in nodes:
+            continue
+        if found := sent[hop.target].get(hop.value):
+            known, size = own[hop.target], batch_bytes(nodes[hop.value], trained=True)
+            known[hop.source] = known.get(hop.source, 0.0) + size
+            memories[hop.target].setdefault(hop.source, {}).update(found)
+    return [
+        {source: max(0.0, sum(all_of[source].values()) - size) for source, size in known.items()}
+        for known, all_of in zip(own, memories, strict=True)
+    ]
 
 
 def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMemory:
@@ -461,7 +521,7 @@ def _with_kept(
         forward = max(0, own.forward - later)
         backward = max(0, own.backward - later)
         workspace = workspace.or_more(
-            replace(own, forward=forward, again=forward, backward=backward)
+            replace(own, forward=forward, again=forward, rerun=0, backward=backward)
         )
         later += cost_of(nodes).activation_bytes
     return replace(stage, recomputed=at_once, workspace=workspace, kept=kept)
@@ -478,11 +538,10 @@ def step_memory(
     """The memory of a training step, in the form that the simulator and the search for a schedule
     take. ``placement`` has the lane of each stage, and ``updates`` are those of :func:`updates_on`
     the lanes."""
-    lanes = 1 + max(placement)
-    fixed, updating = [0.0] * lanes, [0.0] * lanes
+    fixed, updating = [0.0] * (1 + max(placement)), []
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed
-        updating[lane] += stage.gradients * updates[lane] if updates else 0.0
+        updating.append(stage.gradients * updates[lane] if updates else 0.0)
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
         _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
@@ -509,11 +568,11 @@ def step_memory(
     )
 
 
-def updates_on(specs: Sequence[DeviceSpec], update: float) -> list[float]:
+def updates_on(specs: Sequence[DeviceSpec], update: Update) -> list[float]:
     """How many bytes the step of an optimizer needs on each lane while it runs, for each byte of
-    the parameters, if it needs ``update`` where it steps all parameters at once. So it does on
-    accelerators, which have a host; on a CPU it steps one after the other."""
-    return [update if spec.host_bytes_per_s else 0.0 for spec in specs]
+    the parameters. On accelerators, which have a host, it steps all parameters at once; on a CPU
+    one after the other."""
+    return [update.memory if spec.host_bytes_per_s else 0.0 for spec in specs]
 
 
 def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:
@@ -532,6 +591,7 @@ def _running(
     """What lanes hold while a step runs; None if that is not known of all stages."""
     found: list[Workspace] = []
     kept: dict[tuple[int, int], float] = {}
+    views: dict[tuple[int, int], float] = {}
     for i, stage in enumerate(stages):
         if (workspace := stage.workspace) is None:
             return None
@@ -539,13 +599,15 @@ def _running(
             Workspace(
                 forward=max(workspace.forward / chunks, stage.joined * (chunks > 1)),
                 again=workspace.again / chunks,
+                rerun=workspace.rerun / chunks,
                 backward=workspace.backward / chunks,
                 half=workspace.half / chunks,
                 weights=workspace.weights / chunks,
             )
         )
         kept.update({(i, j): bytes / chunks for j, bytes in stage.kept_results.items()})
-    return WhileRunning(found, loss.workspace / chunks, kept, updating)
+        views.update({(i, j): bytes / chunks for j, bytes in stage.views.items()})
+    return WhileRunning(found, loss.workspace / chunks, kept, updating, views)
 
 
 def _said(node: fx.Node) -> str:

@@ -25,6 +25,7 @@ from fxpipe.planning.estimates import (
     step_memory,
     updates_on,
     with_moves,
+    with_updates,
 )
 from fxpipe.planning.loss import SavedByLoss, loss_memory
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
@@ -49,6 +50,7 @@ from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest,
 from passes.common.skips import SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
+from passes.cost.load import NO_UPDATE, Update
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.solve import Effort
@@ -151,8 +153,7 @@ class PlannedLanes:
             which nothing has to travel. None: each lane has a device of its own.
         loss: what the loss saves for its backward; None if that is not known.
         training: whether a training step is planned; if not, a call without a backward.
-        update: the bytes that the step of the optimizer needs while it runs, for each byte of the
-            parameters, where it steps all of them at once.
+        update: what the step of the optimizer takes.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -166,7 +167,7 @@ class PlannedLanes:
     loss: SavedByLoss | None = None
     training: bool = True
     effort: Effort | None = None
-    update: float = 0.0
+    update: Update = NO_UPDATE
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -299,6 +300,7 @@ class PlannedLanes:
                 ]
             )
         order = order.reloading(memory.offloaded)
+        costs = with_updates(costs, kept, cut.devices, self.update)
         timeline = predicted(order, costs, links, memory, training=self.training)
         return PlannedStep(modes, segments, kept, memory, order, timeline)
 

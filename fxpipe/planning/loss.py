@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fxpipe.ir._torch import (
 )
 from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
@@ -39,6 +40,7 @@ from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace import untouched
 from fxpipe.trace.errors import sentence
 from passes.common.fakes import Somewhere, fake_mode
+from passes.cost.load import Counting, Load
 
 NO_TARGET = "no target is known when the model is cut: give example_target"
 """Why nobody knows what the loss will save, if no target is given ahead of the cut."""
@@ -52,14 +54,20 @@ class SavedByLoss:
         outputs: the places, among the tensors of the graph's output, of those that it has saved.
         others: the bytes of all else, such as the logarithms of probabilities.
         output_bytes: the bytes of all tensors of the graph's output.
-        gradients: the most bytes of gradients that are there at the same time in the loss's
-            backward: those that a function takes and gives. What it needs inside is not known.
+        gradients: the most bytes that are there at the same time in the loss's backward, beside
+            what the loss has saved. If the backward has not run on tensors without values, these
+            are the gradients that one of its functions takes and gives.
     """
 
     outputs: frozenset[int]
     others: int
     output_bytes: int
     gradients: int
+
+    def known_by(self, other: SavedByLoss) -> SavedByLoss:
+        """This, with the gradients that another one has, of an output of another size maybe."""
+        times = self.output_bytes / (other.output_bytes or 1)
+        return replace(self, gradients=max(self.gradients, round(times * other.gradients)))
 
     @staticmethod
     def of(value: Any, saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
@@ -151,7 +159,9 @@ class ExpectedLoss:
                 output = pytree.tree_map_only(Tensor, _fresh, _output(graph))
                 devices = [tensor.device for tensor in tensors_of(output)]
                 target = map_tensors(lambda t: self._part(t, mode, devices), self.target)
-                return saved_by(self._call, output, [target])
+                value, found = saved_by(self._call, output, [target])
+                most = _most_in_backward(value, output)
+                return value, replace(found, gradients=max(found.gradients, most))
         finally:
             mode.allow_non_fake_inputs = known
 
@@ -237,6 +247,22 @@ def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
         sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
         times * saved.gradients,
     )
+
+
+def _most_in_backward(value: Any, output: Any) -> int:
+    """The most bytes that a loss's backward makes, on tensors without values; 0 if it has none, or
+    does not run on these. What the loss has saved is there afterwards."""
+    wanted = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    if not wanted or not isinstance(value, Tensor) or value.grad_fn is None or value.numel() != 1:
+        return 0
+    try:
+        with Counting(load := Load()):
+            torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
+    except Exception as error:  # a user's backward may raise anything on fake tensors
+        if not is_the_models(error):
+            raise
+        return 0
+    return load.memory
 
 
 def _most_gradients(value: Tensor) -> int:

@@ -1,14 +1,15 @@
-"""How much an optimizer keeps for each parameter, and how much its step needs only while it runs,
-found by letting it take a step.
+"""How much an optimizer keeps for each parameter, and what its step takes while it runs, found by
+letting it take a step.
 
 No table of optimizers has to be right: one of the same kind steps small parameters, and the bytes
-of its state, and of what it makes meanwhile, are counted. So optimizers that are not PyTorch's are
-counted as well.
+of its state, and of what it makes, reads and writes meanwhile, are counted. So optimizers that are
+not PyTorch's are counted as well.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir.text import kind as in_words
-from passes.cost.load import Counting, Load
+from passes.cost.analytic import ADAMS_UPDATE
+from passes.cost.load import Counting, Load, Update
 
 SIDE = 64  # of the square parameters that are stepped
 MANY = 16  # parameters, of which an optimizer that steps one at a time needs little meanwhile
@@ -52,35 +54,46 @@ def optimizer_states(given: str | float | Optimizer | None, usual: float) -> flo
     )
 
 
-def optimizer_update(given: str | float | Optimizer | None, usual: float) -> float:
-    """How many bytes the step of an optimizer needs only while it runs, for each byte of the
-    parameters that it steps: 1 for Adam, which on accelerators steps all of a device at once, and
-    takes the roots of all their second moments first.
+def optimizer_update(given: str | float | Optimizer | None) -> Update:
+    """What the step of an optimizer takes while it runs. An Adam, which on accelerators steps all
+    parameters of a device at once, needs as much memory as these for the roots of their second
+    moments.
 
     Args:
-        given, usual: as for :func:`optimizer_states`. Of one that is given as a number nobody knows
-            this: one that keeps something is taken to be like Adam.
+        given: as for :func:`optimizer_states`. For None an Adam is taken whose time is not counted.
+            Of an optimizer that is given as a number, nobody knows what its step takes: if it keeps
+            something, it is taken to be like that.
     """
     if given is None:
-        return usual
+        return ADAMS_UPDATE
     if isinstance(given, int | float):
-        return min(usual, given)
+        return replace(ADAMS_UPDATE, memory=min(ADAMS_UPDATE.memory, given))
     if isinstance(given, str):
-        return _made(_named(given), {})
+        return _taken(_named(given), {})
     kind = type(given)
-    return max(_made(kind, _settings(kind, group)) for group in given.param_groups)
+    found = [_taken(kind, _settings(kind, group)) for group in given.param_groups]
+    is_at_once = all(each.is_at_once for each in found)
+    launches = [each.operators for each in found]
+    return Update(
+        max(each.memory for each in found),
+        max(each.bytes for each in found),
+        sum(launches) if is_at_once else max(launches),
+        is_at_once,
+    )
 
 
-def _made(kind: type[Optimizer], settings: dict[str, Any]) -> float:
-    """The most bytes that a step of an optimizer of this kind makes and frees again, for each byte
-    of its parameters, if it steps them as it does on accelerators."""
-    if settings.get("fused"):
-        return 0.0  # one kernel for each parameter reads and writes all that there is of it
-    is_at_once = settings.get("foreach") is not False
-    optimizer, parameters = _stepped(kind, settings | _IN_ONE_WAY | {"foreach": is_at_once}, MANY)
+def _taken(kind: type[Optimizer], settings: dict[str, Any]) -> Update:
+    """What the step of an optimizer of this kind takes if it steps its parameters as it does on
+    accelerators: all at once, or, if it is fused, each in one kernel."""
+    is_fused, is_one_by_one = bool(settings.get("fused")), settings.get("foreach") is False
+    ways = _IN_ONE_WAY | {"foreach": not (is_fused or is_one_by_one), "fused": is_fused}
+    optimizer, parameters = _stepped(kind, settings | ways, MANY)
     with Counting(found := Load()):
         optimizer.step(lambda: 0.0)
-    return found.memory / sum(parameter.nbytes for parameter in parameters)
+    size = sum(parameter.nbytes for parameter in parameters)
+    is_at_once = is_fused or not is_one_by_one
+    each = found.operators if is_at_once else found.operators // MANY
+    return Update(found.memory / size, found.bytes / size, each, is_at_once)
 
 
 def _named(name: str) -> type[Optimizer]:

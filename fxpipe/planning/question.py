@@ -35,6 +35,7 @@ from passes.common.modes import Modes, milder
 from passes.common.segments import Segments, is_open
 from passes.cost.analytic import ADAMS_UPDATE
 from passes.cost.choice import Costs
+from passes.cost.load import Update
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec
@@ -120,13 +121,13 @@ class CostedModel:
 class CostSettings:
     """Where the costs of nodes come from, as :func:`fxpipe.plan` takes it: ``costs``, the
     description of the first device, how many tensors the optimizer keeps for a parameter, whether
-    there is a backward, and how many tensors for a parameter the optimizer's step needs besides."""
+    there is a backward, and what the optimizer's step takes."""
 
     costs: Costs
     spec: DeviceSpec
     optimizer_states: float
     training: bool = True
-    optimizer_update: float = ADAMS_UPDATE
+    optimizer_update: Update = ADAMS_UPDATE
 
 
 def costed(

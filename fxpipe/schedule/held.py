@@ -9,19 +9,22 @@
 Three things add up: what micro-batches keep until their backward (:class:`.memory.MemoryChanges`);
 what an action needs only while it runs (:class:`.memory.Workspace`); and results that wait for
 another lane. Activations that move to the host are there until they have left. When all actions of
-a lane are done, an optimizer steps the lane's parameters, for which it may need more memory.
+a stage are done, an optimizer steps the stage's parameters, for which it may need more memory.
 
-A lane's thread copies the inputs of an action to the lane's device when it launches the action:
-once they have been launched where they are made, and at most ``AHEAD`` actions ahead of what the
-lane's device computes. So a skip waits at its source, until its consumer's turn comes.
+A lane's thread takes the inputs of an action, of which it launches the copies to the lane's device,
+when it has launched the action before, and they have been launched where they are made. So a skip
+waits at its source, until its consumer's turn comes. Then the thread launches the action itself,
+but it runs ahead of the lane's device by ``AHEAD`` at most.
 
-Of two threads that launch something at the same time, either may be first. So what a lane holds in
-a real run may differ from this by the results of a few actions.
+What two lanes launch at the same time has no order, so that one of them may hold the results of an
+action more than this in a real run, or less.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fxpipe.schedule.actions import Action, Kind
@@ -31,11 +34,9 @@ from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.recomputation import recomputed_cells
 from fxpipe.schedule.world import World
 
-AHEAD = 2
-"""How many actions a lane's thread launches ahead of the one that the lane's device computes. The
-gradients of weights and recomputations do not count, as these neither receive nor send anything."""
-
-_ALONE = Kind.WEIGHT_GRAD, Kind.RECOMPUTE  # these kinds neither receive nor send anything
+AHEAD = 4
+"""How many times values may cross to or from the stream on which a lane computes, as a thread
+launches actions, ahead of what the lane's device computes. It is that of the runtime."""
 
 Series = tuple[tuple[float, float], ...]
 
@@ -55,8 +56,10 @@ def held_over_time(
     changes = MemoryChanges(memory, len(world.placement), recomputed)
     running = memory.running or WhileRunning([Workspace()] * len(world.placement))
     workspace = _Workspaces(running, changes, memory.offloaded)
-    launched = {} if memory.running is None else dict(_launches(spans, world))
+    launched = {} if memory.running is None else _launches(spans, world)
     waiting = [_Waiting(world, changes, running, launched) for _ in range(lanes)]
+    updating = running.updating or [0.0] * len(world.placement)
+    last = {action.stage: action for _, action in _actions(spans)}  # a stage is in one lane
     kept = spread(memory.fixed, lanes, "fixed memory of each lane")
     held = [[(0.0, amount)] for amount in kept]
     for span, action in _actions(spans):
@@ -67,19 +70,15 @@ def held_over_time(
         _append(held[lane], span.start, kept[lane] + of_others + most)
         kept[lane] += begin + end
         waiting[lane].leave(action)
-        _append(held[lane], span.end, kept[lane] + of_others)
+        if action == last.get(action.stage) and updating[action.stage]:
+            more = kept[lane] + of_others + updating[action.stage]
+            held[lane].append((span.end, more))
+            end = span.end + world.costs[action.stage].update
+        else:
+            end = span.end
+        _append(held[lane], end, kept[lane] + of_others)
     leaving = _leaving(spans, transfers)
-    updating = running.updating or [0.0] * lanes
-    return tuple(
-        _updated(_with(series, leaving.get(lane, [])), updating[lane])
-        for lane, series in enumerate(held)
-    )
-
-
-def _updated(series: Series, more: float) -> Series:
-    """A series, with what an optimizer needs while it steps the parameters, at the end."""
-    end, amount = series[-1]
-    return (*series, (end, amount + more), (end, amount)) if more else series
+    return tuple(_with(series, leaving.get(lane, [])) for lane, series in enumerate(held))
 
 
 def _leaving(
@@ -160,9 +159,9 @@ class _Workspaces:
                 own = stage.backward if action.kind is Kind.BACKWARD else stage.half
                 is_computed = is_again and action.stage not in self._offloaded
                 begins_again = is_computed and not self._changes.is_begun(action)
-                return max(own, stage.forward) if begins_again else own
+                return max(own, stage.rerun) if begins_again else own
             case Kind.RECOMPUTE:
-                return 0.0 if action.stage in self._offloaded else stage.forward
+                return 0.0 if action.stage in self._offloaded else stage.rerun
             case Kind.WEIGHT_GRAD:
                 return stage.weights
 
@@ -188,28 +187,53 @@ class _Waiting:
         world: World,
         changes: MemoryChanges,
         running: WhileRunning,
-        launched: Mapping[Action, float],
+        launched: Mapping[Action, _Launch],
     ) -> None:
         self._world, self._launched, self._changes = world, launched, changes
-        self._kept = running.kept_results
-        self._results: list[tuple[float, float]] = []  # until when each one waits, and its bytes
+        self._kept, self._views = running.kept_results, running.views
+        # Which launch takes each result, its bytes, and how many more the memory has that it is in.
+        self._results: list[tuple[_Launch, float, float]] = []
 
     def at(self, action: Action) -> float:
-        """The bytes of all that waits while an action runs, of those that earlier ones have
-        left."""
-        now = self._launched.get(action, 0.0)
-        self._results = [(until, size) for until, size in self._results if until > now]
-        return sum(size for _, size in self._results)
+        """The bytes of all that waits while an action runs, of those that earlier ones have left.
+        A gradient that the action itself takes, from its own lane, is part of what it needs, but
+        not the rest of the memory that the gradient is in."""
+        now = self._launched.get(action, _Launch(0.0, 0.0, -1, -1))
+        own = sum(more for taken, _, more in self._results if taken == now)
+        self._results = [each for each in self._results if each[0].comes_after(now)]
+        return own + sum(size + more for _, size, more in self._results)
 
     def leave(self, action: Action) -> None:
         """Note the results that an action leaves for others."""
         is_kept = action.kind is Kind.FORWARD and not self._changes.is_again(action)
         for user in _users(action, self._world):
-            if (until := self._launched.get(user)) is not None:
+            if (taken := self._launched.get(user)) is not None:
                 size = self._world.bytes_between(action.stage, user.stage)
                 if is_kept:
                     size -= self._kept.get((action.stage, user.stage), 0.0)
-                self._results.append((until, size))
+                more = 0.0
+                if action.kind is not Kind.FORWARD:
+                    more = self._views.get((action.stage, user.stage), 0.0)
+                self._results.append((taken, size, more))
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """When a lane's thread takes the inputs of an action, when it launches the action, and the
+    action's position in its lane."""
+
+    taken: float
+    time: float
+    lane: int
+    position: int
+
+    def comes_after(self, other: _Launch) -> bool:
+        """Whether the inputs of this action are taken after the other one is launched. A lane may
+        launch several actions at the same time, one after the other. What other lanes take at that
+        time is gone."""
+        if self.lane == other.lane:
+            return self.position > other.position
+        return self.taken > other.time
 
 
 def _users(action: Action, world: World) -> Iterator[Action]:
@@ -223,19 +247,49 @@ def _users(action: Action, world: World) -> Iterator[Action]:
                 yield Action(stage, kind, action.microbatch)
 
 
-def _launches(spans: Iterable[Span], world: World) -> Iterator[tuple[Action, float]]:
+def _launches(spans: Iterable[Span], world: World) -> dict[Action, _Launch]:
     """When the threads of lanes launch the actions."""
-    found: dict[Action, float] = {}
-    ends: dict[int, list[float]] = {}  # of each lane, the ends of its actions so far
-    last: dict[int, float] = {}
-    needed: dict[Action, float] = {}  # when the last of an action's inputs is launched
+    found: dict[Action, _Launch] = {}
+    threads: defaultdict[int, _Thread] = defaultdict(_Thread)
+    needed: dict[Action, float] = {}  # when the last of an action's inputs is sent
     for span, action in sorted(_actions(spans), key=lambda pair: (pair[0].start, pair[0].end)):
-        before = ends.setdefault(span.lane, [])
-        room = before[-1 - AHEAD] if len(before) > AHEAD else 0.0
-        now = max(room, last.get(span.lane, 0.0), needed.pop(action, 0.0))
-        found[action] = last[span.lane] = now
-        if action.kind not in _ALONE:
-            before.append(span.end)
+        thread, (received, sent) = threads[span.lane], _crossings(action, world)
+        taken = thread.now = max(thread.now, needed.pop(action, 0.0))
+        thread.cross(received)
+        found[action] = _Launch(taken, thread.now, span.lane, thread.launched)
+        thread.launched, thread.computed = thread.launched + 1, span.end
+        thread.cross(sent)
         for user in _users(action, world):
-            needed[user] = max(now, needed.get(user, 0.0))
-    yield from found.items()
+            needed[user] = max(thread.now, needed.get(user, 0.0))
+    return found
+
+
+def _crossings(action: Action, world: World) -> tuple[int, int]:
+    """How often values cross to the stream on which an action is computed, and from it: once for
+    each stage in another lane. The first stage receives from the caller, and so does the loss."""
+    stage, last = action.stage, len(world.placement) - 1
+    before, after = (
+        sum(world.placement[other] != world.placement[stage] for other in others)
+        for others in (world.before[stage], world.after[stage])
+    )
+    if action.kind is Kind.FORWARD:
+        return before + (stage == 0), after + (stage == last)
+    return (after, before) if action.kind.begins_backward else (0, 0)
+
+
+@dataclass
+class _Thread:
+    """A lane's thread of the host: when it is, how much it has launched, until when the lane's
+    device computes all that, and until when what came ahead of each crossing so far."""
+
+    now: float = 0.0
+    launched: int = 0
+    computed: float = 0.0
+    ends: list[float] = field(default_factory=list)
+
+    def cross(self, times: int) -> None:
+        """Let values cross, and wait for the crossing ``AHEAD`` before."""
+        for _ in range(times):
+            self.ends.append(self.computed)
+            if len(self.ends) > AHEAD:
+                self.now = max(self.now, self.ends[-1 - AHEAD])

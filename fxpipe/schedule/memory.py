@@ -7,13 +7,13 @@
     recompute                                               begins: + recomputed activations
     backward      ends:   - activations                     ends:   - activations - inputs
 
-A backward in two halves begins with the first and ends with the second; at the end of the first a
-part of the activations may be free already. Where a schedule has no recomputation of its own, the
-backward begins with it. A stage may be recomputed in segments, each right ahead of its own
-backward, so that only the activations of one are there at a time; but those of all are there in a
-backward in two halves, until the second. In the last stage, a forward is followed by the loss, and
-a recomputation, or a backward without one, begins with the loss's backward. So what the loss has
-saved is added to the former and is free at the begin of the latter; no checkpoint makes it any
+A backward in two halves begins with the first and ends with the second; at the end of the first the
+inputs, and a part of the activations, may be free already. Where a schedule has no recomputation of
+its own, the backward begins with it. A stage may be recomputed in segments, each right ahead of its
+own backward, so that only the activations of one are there at a time; but those of all are there in
+a backward in two halves, until the second. In the last stage, a forward is followed by the loss,
+and a recomputation, or a backward without one, begins with the loss's backward. So what the loss
+has saved is added to the former and is free at the begin of the latter; no checkpoint makes it any
 smaller. Since a lane does one thing at a time, what it holds follows from the order of its actions
 alone, whatever time they take.
 
@@ -39,9 +39,11 @@ class Workspace:
     gradients within it: the most at any time, beyond what the stage keeps at the end of a forward.
 
     Attributes:
-        forward: for a forward that keeps its activations.
+        forward: for a forward that keeps its activations, with those of its inputs that it does
+            not keep.
         again: for a forward that keeps its inputs only, since it is run again: it frees at its end
             what it has saved.
+        rerun: for the forward that is run again, beyond its inputs and its activations.
         backward: for a whole backward, which frees activations as it goes.
         half: for the first half of a backward; gradients that the second half needs take the place
             of activations that the first half has used.
@@ -50,6 +52,7 @@ class Workspace:
 
     forward: float = 0.0
     again: float = 0.0
+    rerun: float = 0.0
     backward: float = 0.0
     half: float = 0.0
     weights: float = 0.0
@@ -65,14 +68,17 @@ class WhileRunning:
         kept_results: how many of the bytes that one stage sends to another are activations of the
             first as well, so that they take no more memory while they wait to be sent. Keys are
             pairs of stages.
-        updating: what each lane needs, when its actions are done, while the optimizer steps its
+        updating: what each stage needs, when its actions are done, while the optimizer steps its
             parameters; none: nothing.
+        views: how many bytes more than the gradients that one stage sends back to another the
+            memories have of which these are views. Keys are pairs of stages.
     """
 
     stages: Sequence[Workspace]
     loss: float = 0.0
     kept_results: Mapping[tuple[int, int], float] = field(default_factory=dict)
     updating: Sequence[float] = ()
+    views: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,13 +195,14 @@ def _of_checkpointed(
     size: float, part: float, inputs: float, shared: float, released: float, loss: float
 ) -> dict[Kind, tuple[float, float]]:
     # What a second run adds to the inputs, which are still there: one segment after the other, and
-    # all of them where the second halves of their backwards are put off.
+    # all of them where the second halves of their backwards are put off. A second half needs none
+    # of the inputs but those that are activations as well.
     again, all_again = part - shared, size - shared
     return {
         Kind.FORWARD: (inputs + loss, 0.0),
         Kind.BACKWARD: (again - loss, -again - inputs),
-        Kind.BACKWARD_INPUT: (all_again - loss, -released * size),
-        Kind.WEIGHT_GRAD: (0.0, released * size - all_again - inputs),
+        Kind.BACKWARD_INPUT: (all_again - loss, shared - inputs - released * size),
+        Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size),
         Kind.RECOMPUTE: (again - loss, 0.0),
     }
 

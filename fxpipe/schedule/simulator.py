@@ -7,6 +7,9 @@ gradient, so that a lane begins it as soon as it is free, whether or not the sch
 Activations that wait in the host's memory leave as soon as their forward has ended, and come back
 when the schedule says so; the backward waits for them. A lane begins no forward while those of two
 micro-batches are still on their way to the host.
+
+When the last action of a stage has ended, its lane steps the parameters of the stage, if costs say
+how long that takes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from fxpipe.schedule.validator import validate
 from fxpipe.schedule.world import Links, StageCost, World
 
 HOST = -1  # stands for the host, where events and links have the numbers of stages and lanes
+UPDATED = -2  # stands for the parameters of an action's stage, which the optimizer has stepped
+OPTIMIZER = "optimizer"
+"""The name of the spans in which a lane steps the parameters of a stage."""
 AT_ONCE = 2
 """How many micro-batches' activations may be on their way from a lane to the host while it begins
 a forward: as the runtime has it, the lane's thread waits for those of the micro-batch before."""
@@ -172,6 +178,9 @@ class Run:
                 elif target == HOST:
                     assert action is not None
                     self._moved(action)
+                elif target == UPDATED:
+                    assert action is not None
+                    self._free[self.world.placement[action.stage]] = True
                 elif action is None:
                     self._wait_for_once(target, -1)
                 else:
@@ -196,7 +205,7 @@ class Run:
             self._backwards_left[stage] -= 1
             if not self._backwards_left[stage]:
                 self._return(stage)
-        self._free[self.world.placement[stage]] = True
+        self._free[self.world.placement[stage]] = not self._update(action)
         if action.kind is Kind.FORWARD:
             self._lacks_backward[stage][microbatch] -= 1
             self._lacks_recomputation[stage][microbatch] -= 1
@@ -213,6 +222,17 @@ class Run:
             targets = self.world.before[stage]
         for target in targets:
             self._send(action, target)
+
+    def _update(self, action: Action) -> bool:
+        """Step the parameters of a stage if this was its last action. Return whether the lane is
+        busy with that."""
+        seconds = self.world.costs[action.stage].update
+        is_busy = seconds > 0 and not self._backwards_left[action.stage]
+        if is_busy:
+            lane, end = self.world.placement[action.stage], self.now + seconds
+            self.spans.append(Span(lane, self.now, end, None, OPTIMIZER))
+            self._push(end, action, UPDATED)
+        return is_busy
 
     def _move(self, action: Action) -> None:
         """Let the activations of a cell leave for the host, or come back, if they do."""

@@ -25,7 +25,8 @@ class StageCost:
     ``backward`` is for a whole backward; None: the sum of its halves, ``backward_input`` and
     ``weight_grad``. ``recompute`` is for the forward that is run again ahead of the backward, by
     ``checkpointed`` micro-batches, which are the first ones. ``offloaded`` are the bytes that a
-    micro-batch moves to the host's memory and back, in place of being run again.
+    micro-batch moves to the host's memory and back, in place of being run again. ``update`` is for
+    the optimizer's step of the stage's parameters, once in a step, when all its actions are done.
 
     Raises ValueError if a number is negative or not finite.
     """
@@ -37,9 +38,11 @@ class StageCost:
     recompute: float = 0.0
     checkpointed: int = 0
     offloaded: float = 0.0
+    update: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(s) and s >= 0 for s in map(self.seconds, Kind)):
+        given = [*map(self.seconds, Kind), self.update]
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in given):
             raise ValueError(f"{self}: give seconds, 0 or more")
 
     def seconds(self, kind: Kind) -> float:
@@ -61,25 +64,29 @@ class Edge:
     gradients back.
 
     ``bytes`` are the values of one micro-batch, and ``gradient_bytes`` their gradients; None: as
-    many as ``bytes``.
+    many as ``bytes``. ``tensors`` is the number of these values, each of which is a copy of its
+    own, and ``gradient_tensors`` that of their gradients; None: as many.
     """
 
     source: int
     target: int
     bytes: float = 0.0
     gradient_bytes: float | None = None
+    tensors: int = 1
+    gradient_tensors: int | None = None
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of two lanes: ``latency`` in seconds, ``bandwidth`` in bytes per second."""
+    """A connection of two lanes: ``latency`` in seconds for each copy, ``bandwidth`` in bytes per
+    second."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
-    def seconds(self, size: float) -> float:
-        """The seconds that a copy of ``size`` bytes takes."""
-        return self.latency + size / self.bandwidth
+    def seconds(self, size: float, copies: int = 1) -> float:
+        """The seconds that ``copies`` of ``size`` bytes together take, one after the other."""
+        return copies * self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -146,18 +153,19 @@ class World:
     def there(self, edge: Edge) -> tuple[float, float]:
         """The seconds that a copy of an edge's values takes, and their bytes. Both are 0 if the two
         stages are in the same lane."""
-        return self._over(edge.source, edge.target, edge.bytes)
+        return self._over(edge.source, edge.target, edge.bytes, edge.tensors)
 
     def back(self, edge: Edge) -> tuple[float, float]:
         """The seconds that a copy of an edge's gradients takes, and their bytes. Both are 0 if the
         two stages are in the same lane."""
-        return self._over(edge.target, edge.source, _gradient_bytes(edge))
+        tensors = edge.tensors if edge.gradient_tensors is None else edge.gradient_tensors
+        return self._over(edge.target, edge.source, _gradient_bytes(edge), tensors)
 
-    def _over(self, source: int, target: int, size: float) -> tuple[float, float]:
+    def _over(self, source: int, target: int, size: float, copies: int) -> tuple[float, float]:
         lanes = self.placement[source], self.placement[target]
         if lanes[0] == lanes[1]:
             return 0.0, 0.0
-        return self.links.between.get(lanes, self.links.link).seconds(size), size
+        return self.links.between.get(lanes, self.links.link).seconds(size, copies), size
 
     def _received(self, stage: int, kind: Kind) -> float:
         """The seconds that a lane spends on receiving the inputs of an action; 0 if copies overlap

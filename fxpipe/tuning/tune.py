@@ -54,7 +54,7 @@ from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
 from passes.common.modes import AUTO, Modes, is_never, modes_of
 from passes.common.segments import Segments, segments_of
-from passes.cost.analytic import ADAM, ADAMS_UPDATE
+from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
 
@@ -164,7 +164,7 @@ def tune(
         limits = limits_of(memory, len(specs))
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
     given = (example_inputs, example_kwargs or {})
-    update = optimizer_update(optimizer, ADAMS_UPDATE)
+    update = optimizer_update(optimizer)
     settings = CostSettings(
         costs, specs[0], optimizer_states(optimizer, ADAM), optimizer_update=update
     )

@@ -46,12 +46,13 @@ from fxpipe.ir.workspace import NodeWorkspace
 from passes.common.deferrable import is_deferrable
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.common.signature import signature
-from passes.cost.load import Counting, Load
+from passes.cost.load import Counting, Load, Update
 
 WORK = "work"  # key of ``node.meta``: the node's :class:`Work`
 BACKWARD = 2  # where a backward cannot be counted, it is taken for so many times its forward
 ADAM = 2  # how many tensors of a parameter's size Adam keeps for it
-ADAMS_UPDATE = 1.0  # how many more its step needs while it runs, where it steps all at once
+ADAMS_UPDATE = Update(memory=1.0)
+"""What the step of an Adam needs that nobody has asked for. Its time is not counted."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class AnalyticCost:
                 again_s=work.rest.seconds(self.device),
                 product_bytes=work.forward.products,
                 operators=work.forward.operators,
+                trained=len(trained) if self.training else 0,
             )
         return gm
 
@@ -192,12 +194,9 @@ class _Runs:
         self.inside = 0  # memories that hold no node's value get the numbers -1, -2, ...
         self.copies: dict[int, int] = {}  # how many of each memory there are in a mini-batch
         self.outputs = set(gm.graph.output_node().all_input_nodes)
-        self.given = {
-            memory_of(tensor)
-            for node in gm.graph.nodes
-            if node.op in ("placeholder", "get_attr")
-            for tensor in tensors_of(node.meta.get(VALUE))
-        }
+        self.state = set(map(memory_of, _values(gm.graph.find_nodes(op="get_attr"))))
+        inputs = _values(gm.graph.find_nodes(op="placeholder"))
+        self.given = self.state.union(map(memory_of, inputs))
         for node in gm.graph.nodes:
             if LARGER in node.meta:
                 self._count(node)
@@ -228,14 +227,12 @@ class _Runs:
             return {memory: size * self.copies.get(memory, 1) for memory, size in sizes.items()}
         inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
-        state = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        own = {memory_of(t) for t in _values(state)}
         found = {memory_of(t): memory_bytes(t) for t in shown}
         found = {memory: size * self.copies.get(memory, 1) for memory, size in found.items()}
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
-        return {memory: size for memory, size in found.items() if memory not in own}
+        return {memory: size for memory, size in found.items() if memory not in self.state}
 
     def _run(self, node: fx.Node) -> Work:
         with self.interpreter.mode, torch.set_grad_enabled(self.training):

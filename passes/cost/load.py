@@ -70,6 +70,37 @@ class Load:
         return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
 
 
+@dataclass(frozen=True)
+class Update:
+    """What the step of an optimizer takes.
+
+    Attributes:
+        memory: the bytes that it needs only while it runs, for each byte of the parameters, where
+            it steps all of them at once.
+        bytes: the bytes that it reads and writes, for each byte of the parameters.
+        operators: how many operators it launches: for all parameters, or for each.
+        is_at_once: whether it steps all parameters at once where it can, as on accelerators.
+    """
+
+    memory: float = 0.0
+    bytes: float = 0.0
+    operators: int = 0
+    is_at_once: bool = True
+
+    def seconds(self, size: float, count: int, device: DeviceSpec) -> float:
+        """Seconds for parameters of so many bytes on a device. ``count`` is their number.
+
+        All operators move about as much. So either all of them take longer than it takes to launch
+        them, or none does.
+        """
+        is_at_once = self.is_at_once and device.host_bytes_per_s
+        launches = self.operators * (min(count, 1) if is_at_once else count)
+        return max(self.bytes * size / device.bytes_per_s, launches * device.launch_s)
+
+
+NO_UPDATE = Update()  # of an optimizer that takes nothing
+
+
 LOOKUPS = {
     torch.ops.aten.embedding.default,
     torch.ops.aten._embedding_bag.default,
@@ -88,6 +119,13 @@ def _not_read(func: Any, args: Any) -> int:
     table, indices, *_ = args
     size = tensor_bytes(table)
     return max(size - int(indices.numel()) * (size // max(len(table), 1)), 0)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    described = func._schema.arguments
+    given = {each.name: value for each, value in zip(described, args, strict=False)} | kwargs
+    return [given[each.name] for each in described if each.is_write and each.name in given]
 
 
 class Living:
@@ -143,8 +181,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             load.flops += flops
             load.is_full |= is_full
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
-        if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
-            size = tensor_bytes((args, kwargs, result)) - _not_read(func, args)
+        # Queries, such as prim.device, give no tensor, and some operators on lists only write.
+        written = () if tensors_of(result) else _written(func, args, kwargs)
+        if moves and (tensors_of(result) or written):
+            size = tensor_bytes((args, kwargs, result, written)) - _not_read(func, args)
             is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
             for load in loads:
                 load.operators += 1

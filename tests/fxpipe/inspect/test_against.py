@@ -47,6 +47,15 @@ def test_what_no_stage_takes_is_between_the_actions():
     assert "the other 7.0 ms" in last and "pass between the actions" in last
 
 
+def test_steps_are_measured_without_the_optimizer_that_is_predicted():
+    costs = [StageCost(1e-3, 1e-3, 1e-3, update=5e-3)] * 2
+    predicted = simulate(named("gpipe", lanes=2, microbatches=2), costs)
+    measured = step(1e-3, 1e-3)
+    first, *others = against(predicted, measured, predicted, ["cuda:0", "cuda:1"])
+    assert ", 1 times as long as predicted." in first
+    assert not any("between the actions" in sentence for sentence in others)
+
+
 def test_the_loss_is_said_by_itself():
     one = step(1e-3, 1e-3)
     measured = replace(one, spans=(*one.spans, Span(1, 0.0, 2e-3, None, "loss")))

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.ir.workspace import StageWorkspace, stage_workspaces
+from fxpipe.ir.graph import nodes_of_stages
+from fxpipe.ir.workspace import StageWorkspace, sent_gradients, stage_workspaces
+from fxpipe.planning.estimates import stage_memory
 from passes.cost.load import Living
 
 ROWS, WIDTH = 1024, 64
@@ -45,10 +47,11 @@ def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved
     first, second = workspaces(Residual(4), ["layers.2"], chunks)
     # Forward: the result, beside all that is saved. If the stage is run again: beside its input,
     # two t, the second layer's x, and either this layer's linear or the result.
-    # Backward: the gradient of the result, and tanh's; then t and its gradient are free. The first
-    # half keeps the gradient of each linear's value in the place of t.
+    # Backward: the gradient of the result, which stays, and tanh's; then t and tanh's are free, so
+    # that there is room for both gradients of x and their sum. In the first half there is not, as
+    # it keeps the gradient of each linear's value in the place of t.
     expected = StageWorkspace(
-        forward=1, again=4, backward=2, half=2, kept_inputs=1, alone=1, between=4
+        forward=1, again=4, rerun=1, backward=2, half=3, kept_inputs=1, between=4
     )
     assert values(second) == expected
     assert values(first).forward == expected.forward
@@ -62,7 +65,7 @@ def test_a_chain_needs_its_value_and_the_next_one():
     # The first half keeps these inputs, and the gradients of all three values, beside which it
     # makes that of its input.
     assert values(second) == StageWorkspace(
-        forward=1, again=3, backward=2, half=4, kept_inputs=1, alone=1, between=6
+        forward=1, again=3, rerun=1, backward=2, half=4, kept_inputs=1, between=6
     )
 
 
@@ -76,11 +79,35 @@ class Doubled(nn.Module):
 
 def test_what_a_stage_does_not_save_is_counted_while_it_is_there():
     _, second = workspaces(nn.Sequential(nn.Linear(WIDTH, WIDTH), Doubled()), ["1"])
-    # Forward: x with its four multiples, or these with the sum of two; if the stage will be run
-    # again, x stays, beside which five are needed. Backward: the gradient of the result, which is
-    # that of each multiple as well; that of x; what is being added to it.
-    # Without a backward x stays too, as the stage's caller holds it.
-    assert values(second) == StageWorkspace(forward=5, again=5, backward=3, half=3, alone=6)
+    # Forward: x, which the stage's caller holds, its four multiples, and the sum of two. Backward:
+    # the gradient of the result, which is that of each multiple as well; that of x; what is being
+    # added to it.
+    assert values(second) == StageWorkspace(forward=6, again=5, rerun=5, backward=3, half=3)
+
+
+class Joined(nn.Module):
+    """A skip joins the second layer's result, so that its gradient is a part of a larger one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        skip = self.first(x)
+        return self.last(torch.cat([self.second(skip.tanh()), skip], 1))
+
+
+def test_a_gradient_that_is_sent_back_may_be_a_view_of_a_larger_one():
+    options = {"partition": ["second"], "chunks": 1, "check": False, "costs": "analytic"}
+    with fxpipe.compile(Joined(), ["cpu"] * 2, **options) as pipe:
+        pipe.prepare(torch.randn(ROWS, WIDTH))
+        graph, layout = pipe.model_graph.graph, pipe.skip_layout
+        _, second = nodes_of_stages(graph)
+        sent = {name: list(sizes.values()) for name, sizes in sent_gradients(second).items()}
+        memory = stage_memory([stage.cost for stage in pipe.stages], layout, graph)
+    assert sent == {"first": [2 * VALUE], "tanh": [VALUE]}, "the skip's, and that of the layer"
+    assert memory[1].views == {0: VALUE} and memory[0].views == {}
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

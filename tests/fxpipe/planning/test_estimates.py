@@ -100,7 +100,7 @@ def test_a_prediction_counts_what_travels_between_devices_only():
     same_device = predicted_on(["cuda:0", "cuda:0"], layout, costs)
     assert same_device.makespan == pytest.approx(6e-3), "two forwards, two backwards, one each idle"
     apart = predicted_on(["cuda:0", "cuda:1"], layout, costs)
-    one_way = 1e-5 + 800_000 / 1.6e10
+    one_way = 2 * 1e-5 + 800_000 / 1.6e10  # two tensors, one after the other
     assert apart.makespan == pytest.approx(6e-3 + 2 * one_way)
 
 

@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import fxpipe
+from fxpipe.ir.devices import DeviceSpec
 from fxpipe.planning.optimizer import MANY, optimizer_states, optimizer_update
+from passes.cost.load import Update
 from tests.zoo import Chain
 
 
@@ -35,17 +37,42 @@ def test_the_settings_of_an_optimizer_count():
     [("adamw", 1), ("Adam", 1), ("sgd", 0), ("adagrad", 2), (0, 0), (0.5, 0.5), (3, 1), (None, 1)],
 )
 def test_a_step_needs_more_while_it_runs(given, expected):
-    assert optimizer_update(given, usual=1) == expected
+    assert optimizer_update(given).memory == expected
 
 
 def test_the_settings_of_an_optimizer_count_for_what_its_step_needs():
     own = [nn.Parameter(torch.zeros(3))]
-    assert optimizer_update(torch.optim.SGD(own, 0.1, momentum=0.9), 1) == 0
+    assert optimizer_update(torch.optim.SGD(own, 0.1, momentum=0.9)).memory == 0
     decays = torch.optim.Adam(own, weight_decay=0.1)
-    assert optimizer_update(decays, 1) == 1, "gradients with the decay are free ahead of the roots"
-    assert optimizer_update(torch.optim.Adam(own, fused=True), 1) == 0
+    free = "gradients with the decay are free ahead of the roots"
+    assert optimizer_update(decays).memory == 1, free
+    assert optimizer_update(torch.optim.Adam(own, fused=True)).memory == 0
     one_by_one = torch.optim.Adam(own, foreach=False)
-    assert optimizer_update(one_by_one, 1) <= 3 / MANY, "some for one parameter at a time"
+    some = "some for one parameter at a time"
+    assert optimizer_update(one_by_one).memory <= 3 / MANY, some
+
+
+def test_the_step_of_an_optimizer_takes_time():
+    """A stochastic gradient descent reads gradients and parameters, and writes parameters."""
+    update, h100, cpu = optimizer_update("sgd"), DeviceSpec.of("h100"), DeviceSpec.of("cpu")
+    assert update == Update(memory=0, bytes=3, operators=1)
+    size, count = 2**30, 100
+    assert update.seconds(size, count, h100) == 3 * size / h100.bytes_per_s
+    assert update.seconds(size, count, cpu) == 3 * size / cpu.bytes_per_s
+    few = count * 4
+    assert update.seconds(few, count, h100) == h100.launch_s, "all at once"
+    assert update.seconds(few, count, cpu) == count * cpu.launch_s, "one by one"
+    assert update.seconds(0, 0, h100) == 0
+    own = [nn.Parameter(torch.zeros(3))]
+    one_by_one = optimizer_update(torch.optim.SGD(own, 0.1, foreach=False))
+    assert one_by_one == Update(memory=0, bytes=3, operators=1, is_at_once=False)
+    fused = optimizer_update(torch.optim.Adam(own, fused=True))
+    assert 7 <= fused.bytes < 9, "reads four tensors for each parameter, and writes three or four"
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_an_optimizer_that_nobody_has_named_takes_no_time(given):
+    assert optimizer_update(given) == Update(memory=1)
 
 
 def test_an_optimizer_of_ones_own_is_counted_too():

@@ -13,6 +13,8 @@ from fxpipe.schedule import (
     named,
     simulate,
 )
+from fxpipe.schedule.held import _launches
+from fxpipe.schedule.world import World
 
 NOTHING = Workspace()
 
@@ -60,11 +62,11 @@ def test_an_action_needs_its_workspace_only_while_it_runs():
     assert last == ((0.0, 0.0), (1.0, 107.0), (2.0, 100.0), (2.0, 107.0), (4.0, 0.0))
 
 
-def test_an_optimizer_may_need_more_when_the_actions_of_a_lane_are_done():
+def test_an_optimizer_may_need_more_when_the_actions_of_a_stage_are_done():
     even = (1.0, 2.0)
     running = WhileRunning([NOTHING] * 2, updating=[50.0, 0.0])
     first, last = held([even, even], running, microbatches=1, fixed=7.0)
-    assert first[-3:] == ((6.0, 7.0), (6.0, 57.0), (6.0, 7.0))
+    assert first[-2:] == ((6.0, 57.0), (6.0, 7.0))
     assert last[-1] == (4.0, 7.0)
 
 
@@ -101,3 +103,40 @@ def test_without_a_running_step_only_what_is_kept_counts():
     quick, slow = (1.0, 1.0), (10.0, 1.0)
     first, _ = held([quick, slow], None, microbatches=6)
     assert at_begins(first, [0, 1, 2, 3, 4, 5]) == [100, 200, 300, 400, 500, 600]
+
+
+def test_a_gradient_that_is_a_view_waits_with_all_of_its_memory():
+    """Lane 1 sends the gradients of two micro-batches, one right after the other, to lane 0, which
+    is slow: the second one waits while lane 1 is done."""
+    slow, quick = (1.0, 10.0), (1.0, 1.0)
+    running = WhileRunning([NOTHING] * 2, views={(1, 0): 5.0})
+    _, last = held([slow, quick], running, microbatches=8)
+    plain = held([slow, quick], WhileRunning([NOTHING] * 2), microbatches=8)[1]
+    more = [a - b for (_, a), (_, b) in zip(last, plain, strict=True)]
+    assert set(more) <= {5.0 * n for n in range(8)} and max(more) > 0
+
+
+def test_a_gradient_for_the_same_lane_brings_all_of_its_memory_to_its_backward():
+    """Stages 0 and 1 are in one lane, whose thread launches one action after the other."""
+    schedule = named("zbv", lanes=1, microbatches=1)
+    running = WhileRunning([NOTHING] * 2, views={(1, 0): 5.0})
+    memory = Memory([100.0, 100.0], running=running)
+    links = Links([Edge(0, 1, 10.0)])
+    costs = [StageCost(1.0, 1.0, 1.0)] * 2
+    (series,) = simulate(schedule, costs, links, memory).memory
+    # F0, F1 and I1, which has the result of F0; W1, beside which the gradient waits with all of
+    # its memory; I0, whose own the gradient is, but not the rest; W0.
+    assert at_begins(series, [0, 1, 2, 3, 4, 5]) == [100, 200, 200, 215, 105, 100]
+
+
+def test_a_lanes_thread_runs_ahead_by_four_crossings():
+    """Each forward of lane 0 has two crossings, of its input and of its result. So its thread
+    launches the second one's send when the device is done with nothing yet, and the third forward
+    when the first one has ended."""
+    costs = [StageCost(1.0, 1.0)] * 2
+    links = Links([Edge(0, 1)])
+    spans = simulate(named("gpipe", lanes=2, microbatches=4), costs, links).spans
+    world = World([0, 1], costs, links)
+    found = {str(action): launch.time for action, launch in _launches(spans, world).items()}
+    assert [found[f"0F{i}"] for i in range(4)] == [0, 0, 0, 1]
+    assert [found[f"1F{i}"] for i in range(4)] == [0, 0, 1, 2]

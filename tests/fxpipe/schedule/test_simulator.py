@@ -15,6 +15,8 @@ from fxpipe.schedule import (
     ScheduleError,
     StageCost,
     Transfer,
+    WhileRunning,
+    Workspace,
     named,
     simulate,
     validate,
@@ -179,8 +181,8 @@ def test_memory_of_a_checkpointed_backward_in_two_halves():
     schedule = Schedule.from_text("0F0 0I0 0F1 0W0 0B1")
     memory = Memory([100], released_by_input=0.25, checkpointed=2, inputs=10)
     (held,) = simulate(schedule, [UNIT], memory=memory).memory
-    # I ends with a quarter of the activations free, W with the rest and the inputs.
-    assert [amount for _, amount in held] == [0, 10, 110, 85, 95, 10, 110, 0]
+    # I ends with a quarter of the activations free, and the inputs; W with the rest.
+    assert [amount for _, amount in held] == [0, 10, 110, 75, 85, 10, 110, 0]
 
 
 # ------------------------------------------------------------------------------- against formulas
@@ -332,3 +334,43 @@ def test_what_leaves_is_held_until_the_next_move_and_what_comes_from_the_reload_
 def test_activations_that_do_not_move_are_held_as_always():
     memory = Memory([1.0], checkpointed=2, offloaded={0})
     assert offloading(1, "0F0 0F1 0B0 0B1", memory=memory).peak_memory == (2,)
+
+
+# ------------------------------------------------------------------------------ the optimizer
+
+
+def updates(timeline):
+    """The lane, begin and end of each step of the optimizer."""
+    return sorted((s.lane, s.start, s.end) for s in timeline.spans if s.action is None)
+
+
+def test_a_lane_steps_the_parameters_of_a_stage_when_its_last_action_has_ended():
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    costs = [StageCost(1, 1, 1, update=5), StageCost(1, 1, 1, update=3)]
+    timeline = simulate(schedule, costs)
+    assert updates(timeline) == [(0, 9, 14), (1, 7, 10)]
+    assert {str(s) for s in timeline.spans if s.action is None} == {"optimizer"}
+    assert timeline.makespan == 14
+
+
+def test_the_actions_of_a_lanes_other_stage_wait_for_the_optimizer():
+    """Lane 0 has the first stage and the last, whose backward comes first."""
+    schedule = named("zbv", lanes=1, microbatches=1)
+    timeline = simulate(schedule, [UNIT, StageCost(1, 1, 1, update=10)])
+    assert updates(timeline) == [(0, 4, 14)]
+    assert starts(timeline)["0I0"] == 14
+
+
+def test_an_optimizer_needs_memory_while_it_steps():
+    schedule = named("zbv", lanes=1, microbatches=1)
+    costs = [StageCost(1, 1, 1, update=2), StageCost(1, 1, 1, update=3)]
+    nothing = [Workspace()] * 2
+    memory = Memory([10, 10], 100, running=WhileRunning(nothing, updating=[7.0, 70.0]))
+    (held,) = simulate(schedule, costs, memory=memory).memory
+    assert held[-4:] == ((4, 180), (7, 110), (9, 107), (11, 100))
+
+
+@pytest.mark.parametrize("update", [-1.0, float("inf")])
+def test_the_time_of_an_optimizer_is_some_seconds(update):
+    with pytest.raises(ValueError, match="give seconds, 0 or more"):
+        StageCost(1, 1, update=update)

@@ -222,6 +222,23 @@ def test_activation_bytes_are_those_of_saved_tensor_hooks(name, training):
     assert sum(c.activation_bytes for c in costs(model, *x).values()) == saved_bytes(model, x)
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_view_of_a_parameter_that_is_saved_is_no_activation(chunks):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, 8))
+
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    x = torch.ones(4, 8, requires_grad=True)
+    gm = Rows((x,), (0,), chunks)(Alias((x,))(fx.symbolic_trace(Turned())))
+    gm = AnalyticCost(chunks=chunks)(gm)
+    (cost,) = (n.meta[COST] for n in stage_nodes(gm.graph) if "matmul" in n.name)
+    assert cost.activation_bytes == x.nbytes
+
+
 def test_memory_that_two_nodes_keep_has_one_number():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     saved = {
