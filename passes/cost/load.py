@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.ir._torch import TorchDispatchMode
+from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.flops import flops_of, is_product
 from fxpipe.ir.precision import uses_tf32
@@ -123,7 +123,7 @@ def _not_read(func: Any, args: Any) -> int:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator writes to."""
-    described = func._schema.arguments
+    described = schema_of(func).arguments
     given = {each.name: value for each, value in zip(described, args, strict=False)} | kwargs
     return [given[each.name] for each in described if each.is_write and each.name in given]
 

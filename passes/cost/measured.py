@@ -10,7 +10,7 @@ What is measured is one micro-batch, of the size that the pipeline will run: a p
 not depend on how many rows it has. In each round all forwards run first and then all backwards, as
 in training, so that the caches of the processor are as cold as they will be there. Products are
 computed in the precision that the user has set. On an accelerator the time is that of the device
-(:mod:`passes.cost.stopwatch`). The model is left as it was: gradients are not accumulated, and
+(:mod:`passes.cost.timer`). The model is left as it was: gradients are not accumulated, and
 buffers and random states are put back.
 """
 
@@ -40,7 +40,7 @@ from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, more_rows
-from passes.cost.stopwatch import Stopwatch, stopwatch_of
+from passes.cost.timer import HostTimer, timer_of
 
 ROUNDS = 25  # the most rounds after the warm-up
 
@@ -130,11 +130,11 @@ class MeasuredCost:
         with ExitStack() as stack:
             for each in (*as_it_runs, progress):
                 stack.enter_context(each)
-            stopwatch = stopwatch_of(device)
+            timer = timer_of(device)
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
-                timing = _TimingInterpreter(gm, device, stopwatch, self.training)
+                timing = _TimingInterpreter(gm, device, timer, self.training)
                 timing.run(*inputs)
                 rounds.append(timing.finish())
         return rounds[1:] or rounds
@@ -162,11 +162,11 @@ class _TimingInterpreter(fx.Interpreter):
         self,
         gm: fx.GraphModule,
         device: torch.device | None,
-        stopwatch: Stopwatch,
+        timer: HostTimer,
         training: bool = True,
     ) -> None:
         super().__init__(gm)
-        self.device, self.stopwatch, self.training = device, stopwatch, training
+        self.device, self.timer, self.training = device, timer, training
         self.tapes: list[_TimedForward] = []
         self.moved: dict[str, Tensor] = {}  # tensors of the next module, copied to the device
 
@@ -186,7 +186,7 @@ class _TimingInterpreter(fx.Interpreter):
                 Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
             )
             call = partial(run, n.target, *mutable((args, kwargs)))
-            result, ahead = self.stopwatch.time((n, "forward"), call)
+            result, ahead = self.timer.time((n, "forward"), call)
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
         own = {id(t) for t in parameters}
         wanted = list({id(t): t for t in (*leaves, *parameters) if t.requires_grad}.values())
@@ -209,7 +209,7 @@ class _TimingInterpreter(fx.Interpreter):
             return 0.0, 0.0
         gradients = [torch.ones_like(t) for t in tape.outputs]
         try:
-            found, seconds = self.stopwatch.time(
+            found, seconds = self.timer.time(
                 (tape.node, "backward"),
                 lambda: torch.autograd.grad(
                     tape.outputs, tape.inputs, gradients, allow_unused=True
@@ -229,7 +229,7 @@ class _TimingInterpreter(fx.Interpreter):
         ]
         if not pairs:
             return seconds, 0.0
-        _, adding = self.stopwatch.time(
+        _, adding = self.timer.time(
             (tape.node, "adding"), lambda: [gradient.add_(other) for gradient, other in pairs]
         )
         return seconds, adding

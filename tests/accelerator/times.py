@@ -15,7 +15,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.schedule import Edge, Link, Links, StageCost, named, simulate
-from passes.cost.stopwatch import DeviceStopwatch
+from passes.cost.timer import DeviceTimer
 from tests.accelerator.clocks import Speed, begin, makespan, virtual_time
 
 WIDTH = 128  # of a row, which is then 512 bytes
@@ -212,15 +212,15 @@ def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_
     """The host takes ten times as long to launch one of twenty kernels as the device to run it. A
     product of the filler takes as long as 336 kernels."""
     speed = Speed(flops_per_s=1e11, kernel_s=1e-6, launch_s=1e-5)
-    monkeypatch.setattr("passes.cost.stopwatch.time", Host)
+    monkeypatch.setattr("passes.cost.timer.time", Host)
     with virtual_time(speed):
-        stopwatch, x = DeviceStopwatch(torch.device("sim:0")), torch.zeros(1, device="sim:0")
+        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
 
         def launch_all():
             for _ in range(20):
                 x.add(1)
 
-        (_, with_launches), (_, seconds) = (stopwatch.time("key", launch_all) for _ in range(2))
+        (_, with_launches), (_, seconds) = (timer.time("key", launch_all) for _ in range(2))
     assert with_launches == pytest.approx(20e-5, rel=0.1)
     assert seconds == pytest.approx(20e-6, rel=0.1)
 

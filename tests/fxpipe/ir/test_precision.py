@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.ir.precision import full_precision, users_precision, uses_tf32
-from passes.cost.stopwatch import Stopwatch
+from passes.cost.timer import HostTimer
 
 BACKENDS = torch.backends
 KINDS = {
@@ -170,13 +170,13 @@ def test_it_stays_full_while_another_thread_needs_it():
 
 
 def test_costs_are_measured_in_the_precision_that_the_user_has_set(monkeypatch):
-    met, timed = set(), Stopwatch.time
+    met, timed = set(), HostTimer.time
 
-    def time(stopwatch, key, run):
+    def time(timer, key, run):
         met.add(torch.get_float32_matmul_precision())
-        return timed(stopwatch, key, run)
+        return timed(timer, key, run)
 
-    monkeypatch.setattr(Stopwatch, "time", time)
+    monkeypatch.setattr(HostTimer, "time", time)
     matmul_high()
     with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=2, costs="measured") as pipe:
         pipe.prepare(torch.randn(4, 4))

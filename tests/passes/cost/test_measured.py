@@ -13,7 +13,7 @@ from fxpipe.runtime.lanes import threads_of_a_lane
 from passes import Alias, AnalyticCost, Rows
 from passes.cost import measured as measure_module
 from passes.cost.measured import MeasuredCost
-from passes.cost.stopwatch import Stopwatch
+from passes.cost.timer import HostTimer
 from tests.zoo import MODELS, same
 
 
@@ -107,12 +107,12 @@ def test_the_model_is_as_it_was(name):
 def test_the_first_round_only_warms_up(monkeypatch):
     rounds = []
 
-    def finish(stopwatch):
-        rounds.append(stopwatch)
-        while stopwatch.tapes:
-            stopwatch.tapes.pop()
+    def finish(timer):
+        rounds.append(timer)
+        while timer.tapes:
+            timer.tapes.pop()
         seconds = (9.0, 9.0, 9.0) if len(rounds) == 1 else (1.0, 2.0, 0.0)
-        return dict.fromkeys(stage_nodes(stopwatch.module.graph), seconds)
+        return dict.fromkeys(stage_nodes(timer.module.graph), seconds)
 
     monkeypatch.setattr(measure_module._TimingInterpreter, "finish", finish)
     found = measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
@@ -164,7 +164,7 @@ def test_one_micro_batch_is_measured_for_all_of_them(monkeypatch, dims, rows, ti
         def is_leaf_module(self, module, name):
             return True
 
-    monkeypatch.setattr(Stopwatch, "time", lambda stopwatch, key, run: (run(), 1.0))
+    monkeypatch.setattr(HostTimer, "time", lambda timer, key, run: (run(), 1.0))
     model, x = nn.Sequential(Watched()), torch.ones(12, 4)
     gm = Rows((x,), (0,), 4)(Alias((x,))(fx.GraphModule(model, Leaves().trace(model))))
     model[0].rows.clear()

@@ -26,7 +26,7 @@ SIDES = [2**n for n in range(8, 14)]  # of the matrices that may be the filler
 SPARE = 1.5  # how many times as long as the host needs to launch a call the device is kept busy
 
 
-class Stopwatch:
+class HostTimer:
     """Times calls on the CPU by its clock."""
 
     def time(self, key: Any, run: Callable[[], T]) -> tuple[T, float]:
@@ -37,7 +37,7 @@ class Stopwatch:
         return result, time.perf_counter() - start
 
 
-class DeviceStopwatch(Stopwatch):
+class DeviceTimer(HostTimer):
     """Times calls on an accelerator by the device's clock. The first call with a key is timed with
     the host's launches, which tells how long the device is to be kept busy the next time."""
 
@@ -47,7 +47,7 @@ class DeviceStopwatch(Stopwatch):
         self._filler, self._filler_s = self._calibrated()
 
     def time(self, key: Any, run: Callable[[], T]) -> tuple[T, float]:
-        """As :meth:`Stopwatch.time`; the caller's stream waits for nothing else meanwhile."""
+        """As :meth:`HostTimer.time`; the caller's stream waits for nothing else meanwhile."""
         busy = SPARE * self._launching[key] if key in self._launching else 0.0
         torch.accelerator.synchronize(self.device)
         for _ in range(round(busy / self._filler_s + 0.5) if busy else 0):
@@ -80,8 +80,8 @@ class DeviceStopwatch(Stopwatch):
         return event
 
 
-def stopwatch_of(device: torch.device | None) -> Stopwatch:
-    """The stopwatch for calls on a device; None: the CPU."""
+def timer_of(device: torch.device | None) -> HostTimer:
+    """The timer for calls on a device; None: the CPU."""
     if device is None or device.type in ("cpu", "meta"):
-        return Stopwatch()
-    return DeviceStopwatch(device)
+        return HostTimer()
+    return DeviceTimer(device)
