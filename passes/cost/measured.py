@@ -10,7 +10,7 @@ What is measured is one micro-batch, of the size that the pipeline will run: a p
 not depend on how many rows it has. In each round all forwards run first and then all backwards, as
 in training, so that the caches of the processor are as cold as they will be there. Products are
 computed in the precision that the user has set. On an accelerator the time is that of the device
-(:mod:`passes.cost.timer`). The model is left as it was: gradients are not accumulated, and
+(``passes/cost/timer.py``). The model is left as it was: gradients are not accumulated, and
 buffers and random states are put back.
 """
 
