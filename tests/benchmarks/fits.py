@@ -20,9 +20,8 @@ With ``--measure`` models of the same structure, in sizes with which they run on
 (``tests.benchmarks.predictions``), are compiled with ``memory=`` and ``checkpoint="auto"`` for
 devices of the simulated accelerator, and a step with Adam is measured there: "full" is the part of
 the limit that the fullest device takes, as predicted and as measured, and "off by" the prediction
-of memory and of time over the measurement. Times are those of a step without the optimizer's part.
-The limits go from an even part of parameters, gradients and states to what the step is predicted to
-need that keeps all activations.
+of memory and of time over the measurement. The limits go from an even part of parameters, gradients
+and states to what the step is predicted to need that keeps all activations.
 """
 
 from __future__ import annotations
