@@ -3,6 +3,7 @@ to wait for it."""
 
 from __future__ import annotations
 
+from fxpipe.runtime import streams
 from fxpipe.schedule import (
     Edge,
     Links,
@@ -13,6 +14,7 @@ from fxpipe.schedule import (
     named,
     simulate,
 )
+from fxpipe.schedule import held as held_module
 from fxpipe.schedule.held import _launches
 from fxpipe.schedule.world import World
 
@@ -140,3 +142,7 @@ def test_a_lanes_thread_runs_ahead_by_four_crossings():
     found = {str(action): launch.time for action, launch in _launches(spans, world).items()}
     assert [found[f"0F{i}"] for i in range(4)] == [0, 0, 0, 1]
     assert [found[f"1F{i}"] for i in range(4)] == [0, 0, 1, 2]
+
+
+def test_it_is_known_how_far_the_threads_of_the_runtime_run_ahead():
+    assert held_module.AHEAD == streams.AHEAD
