@@ -233,6 +233,8 @@ def rows_of(inputs: dict[str, Any]) -> int:
 
 def compared(model: nn.Module, inputs: dict[str, Any], lanes: int, **options: Any) -> Prediction:
     """Take a step on so many devices, and compare it with its prediction."""
+    gc.collect()
+    torch.accelerator.empty_cache()  # or pieces of an earlier model's sizes are given out
     names = [f"sim:{i}" for i in range(lanes)]
     devices = [torch.device(name) for name in names]
     options = {"loss_fn": loss_of, "costs": "analytic", "optimizer": "adam", **options}
