@@ -278,7 +278,8 @@ class _PendingGradients:
             self._users[before] -= 1
         self._of[id(tensor)] = number
         self._users[number] += 1
-        self.bytes.add({number: size} if size > 0 else {})
+        if size > 0:
+            self.bytes.add({number: size})
         return 0 if before is None else size
 
     def hold(self) -> None:

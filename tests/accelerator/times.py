@@ -8,6 +8,7 @@ so that with copies that take no time the ideal of gpipe and 1F1B is (micro-batc
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -223,6 +224,20 @@ def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_
         (_, with_launches), (_, seconds) = (timer.time("key", launch_all) for _ in range(2))
     assert with_launches == pytest.approx(20e-5, rel=0.1)
     assert seconds == pytest.approx(20e-6, rel=0.1)
+
+
+def test_a_node_for_which_the_host_waits_does_not_keep_the_device_busy_ever_longer(monkeypatch):
+    """The host waits for the other work, too, which must not count as a time to launch."""
+    speed = Speed(flops_per_s=1e11, kernel_s=1e-6, launch_s=1e-5)
+    monkeypatch.setattr("passes.cost.timer.time", Host)
+    with virtual_time(speed):
+        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
+        ends = []
+        for _ in range(8):
+            timer.time("key", lambda: [x.add(1).item() for _ in range(100)])
+            ends.append(Host.perf_counter())
+    taken = [end - begin for begin, end in pairwise(ends)]
+    assert taken[-1] == pytest.approx(taken[0], rel=0.1)
 
 
 class Host:
