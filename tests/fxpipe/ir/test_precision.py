@@ -107,23 +107,32 @@ def test_what_is_inherited_is_inherited_afterwards_too():
     assert settings()["mkldnn.matmul"] == "none"
 
 
+def enter_in_another_thread():
+    """Let another thread enter the context, and return a function that lets it leave."""
+    entered, left = threading.Event(), threading.Event()
+
+    def inside():
+        with full_precision():
+            entered.set()
+            left.wait()
+
+    def leave():
+        left.set()
+        thread.join()
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    entered.wait()
+    return leave
+
+
 def test_the_last_thread_that_leaves_puts_the_settings_back():
     matmul_high()
     before = settings()
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with full_precision():
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other)
     with full_precision():
-        thread.start()
-        entered.wait()
+        leave = enter_in_another_thread()
     assert settings()["matmul"] == "highest"
-    leave.set()
-    thread.join()
+    leave()
 
     assert settings() == before
 
@@ -150,21 +159,11 @@ def test_for_a_while_it_may_be_as_the_user_has_set_it(way):
 def test_it_stays_full_while_another_thread_needs_it():
     matmul_high()
     before = settings()
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with full_precision():
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other)
     with full_precision():
-        thread.start()
-        entered.wait()
+        leave = enter_in_another_thread()
         with users_precision():
             assert settings()["matmul"] == "highest"
-        leave.set()
-        thread.join()
+        leave()
         assert settings()["matmul"] == "highest"
     assert settings() == before
 
