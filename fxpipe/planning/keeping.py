@@ -19,6 +19,7 @@ simulation knows all of this.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
@@ -43,9 +44,11 @@ class Keeping:
 
     def _stricter(self, step: PlannedStep) -> PlannedStep:
         while (short := self.short(step)) > 0:
+            missing = self._missing(step)
             others = [
                 self._with(step, stage, way)
-                for stage in range(len(self.cut.devices))
+                for stage, lane in enumerate(self.lanes.placement)
+                if missing[lane] > 0
                 for way in self._stricter_ways(step, stage)
             ]
             least = min(others, key=self.short, default=step)
@@ -102,8 +105,12 @@ class Keeping:
 
     def short(self, step: PlannedStep) -> float:
         """The bytes that are missing for a step on all devices together; 0 if it fits."""
-        return sum(
-            max(0.0, held - spec.memory * (1 + ROUNDING))
-            for held, spec in zip(step.timeline.peak_memory, self.lanes.specs, strict=True)
-            if spec.memory is not None
-        )
+        return sum(self._missing(step))
+
+    def _missing(self, step: PlannedStep) -> list[float]:
+        """The bytes that are missing for a step on each lane's device."""
+        limits = (math.inf if spec.memory is None else spec.memory for spec in self.lanes.specs)
+        return [
+            max(0.0, held - limit * (1 + ROUNDING))
+            for held, limit in zip(step.timeline.peak_memory, limits, strict=True)
+        ]

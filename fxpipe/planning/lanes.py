@@ -55,7 +55,7 @@ from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
-from passes.partition.problem import CutProblem, machine, problem
+from passes.partition.problem import Beside, CutProblem, machine, problem
 from passes.to_stages.segments import segmented
 
 
@@ -72,7 +72,8 @@ class CutModel:
         modules: the stages.
         layout: what the stages send to each other.
         kept: the bytes that each stage keeps, if no micro-batch is checkpointed.
-        reserve: the bytes of each stage that the cut has left free.
+        beside: for each way that the lanes offer, the bytes that each stage has been taken to need
+            beside what it keeps; see :class:`~passes.partition.cut.dag.Way`. Empty: none.
         loss: what the loss takes beside what the last stage keeps.
         segmented: the stages in segments that have been looked at, by stage and number of segments.
         kept_in_segments: the bytes that these keep, by stage, mode and number of segments.
@@ -86,7 +87,7 @@ class CutModel:
     modules: tuple[fx.GraphModule, ...]
     layout: SkipLayout
     kept: tuple[StageMemory, ...]
-    reserve: tuple[float, ...]
+    beside: Beside
     loss: LossMemory
     segmented: dict[tuple[int, int], fx.GraphModule] = field(default_factory=dict)
     kept_in_segments: dict[tuple[int, str, int], StageMemory] = field(default_factory=dict)
@@ -179,14 +180,29 @@ class PlannedLanes:
         return tuple(self._names.index(self._names[lane]) for lane in self.placement)
 
     def cut_up(
-        self, gm: fx.GraphModule, partition: Spec, part: int | None, reserve: Sequence[float] = ()
+        self,
+        gm: fx.GraphModule,
+        partition: Spec,
+        part: int | None,
+        beside: Beside = (),
+        *,
+        is_tightest: bool = False,
     ) -> CutModel:
-        """Cut a model graph that has costs. A stage may take ``1 / part`` of the memory of its
-        device, less the bytes that are in ``reserve`` for it; None: as much as it needs."""
-        devices = self._devices(part, reserve)
+        """Cut a model graph that has costs.
+
+        Args:
+            part: a stage may take ``1 / part`` of the memory of its device; None: as much as it
+                needs.
+            beside: the bytes that stages need beside what they keep, as :meth:`beside` says.
+            is_tightest: whether the cut is the one whose fullest device is least full.
+
+        Raises :class:`DoesNotFit` if no cut is found that fits.
+        """
+        devices = self.devices(part)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
-        cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part, reserve))
+        way = self.cut(partition, part, beside, is_tightest=is_tightest)
+        cut = ToStages((), (), devices=lanes, partition=way)
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
         found = problem(gm.graph, devices=devices)
@@ -206,7 +222,7 @@ class PlannedLanes:
             tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
             layout,
             tuple(stage_memory(costs, layout, kept_graph, training=self.training)),
-            tuple(reserve),
+            beside,
             loss_memory(self.loss, kept_graph),
         )
 
@@ -255,21 +271,53 @@ class PlannedLanes:
         actions = (action for lane in range(len(given.lanes)) for action in given.actions(lane))
         return {stage for stage, _ in recomputed_cells(actions)}
 
+    def nearest(self, cut: CutModel, stage: int, way: tuple[str, int]) -> tuple[str, int]:
+        """A mode and a number of segments, as a stage of this cut can have them: it has fewer
+        segments if it has fewer places to cut, and keeps all where it cannot go this way: a device
+        without a host's memory moves nothing."""
+        mode, number = way
+        fewer = [n for kept, n in self.ways(cut, stage) if kept == mode and n <= number]
+        return (mode, max(fewer)) if fewer else ("never", 1)
+
+    def _offered(self, cut: CutModel) -> list[list[tuple[str, int]]]:
+        """For each way, the mode and the number of segments of each stage."""
+        stages = len(cut.devices)
+        return [
+            [
+                self.nearest(cut, stage, way)
+                for stage, way in enumerate(
+                    zip(of_stages(modes, stages), counts(segments, modes, stages), strict=True)
+                )
+            ]
+            for modes, segments in self._all_ways
+        ]
+
     def chosen(self, cut: CutModel) -> list[tuple[str, int]]:
         """The mode of each stage of a cut, with its number of segments: those given or, for "auto",
         those with which the stage takes least time of those that its memory has room for."""
         order = self._order(len(cut.devices))
-        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order)
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
         priced = prices(cut.problem.whole, target, cut.stage)
-        stages, offered = len(cut.devices), self._all_ways
+        offered = self._offered(cut)
+        return [offered[way][stage] for stage, way in enumerate(priced.way)]
+
+    def beside(self, cut: CutModel, order: Schedule) -> Beside:
+        """For each way, the bytes that each stage of a cut needs beside those that the search for a
+        cut counts: all stages go this way in a simulated step. Stages of one lane need equal parts
+        of what the lane needs."""
+        target = self._machine(
+            cut, self.checkpoint, self.checkpoint_segments, self._order(len(cut.devices))
+        )
+        counted = prices(cut.problem.whole, target, cut.stage).needed
         found = []
-        for stage, way in enumerate(priced.way):
-            modes, segments = offered[way]
-            mode, number = of_stages(modes, stages)[stage], counts(segments, modes, stages)[stage]
-            own = [other for kept, other in self.ways(cut, stage) if kept == mode]
-            # A device without a host's memory goes that way by keeping all.
-            found.append((mode, max(n for n in own if n <= number)) if own else ("never", 1))
-        return found
+        for needed, offered in zip(counted, self._offered(cut), strict=True):
+            row = [0.0] * len(offered)
+            held = self.step(cut, offered, order).timeline.peak_memory
+            for own, bytes_held in zip(self._stages_on, held, strict=True):
+                for stage in own:
+                    row[stage] = (bytes_held - sum(float(needed[i]) for i in own)) / len(own)
+            found.append(tuple(row))
+        return tuple(found)
 
     def step(
         self, cut: CutModel, ways: Sequence[tuple[str, int]], order: Schedule | None = None
@@ -290,7 +338,7 @@ class PlannedLanes:
         links = step_links(cut.layout, self.chunks, self.specs, self._names, cut.gm.graph)
         if order is None:
             are_whole = all(number == 1 for _, number in ways)
-            order = self._ordered(costs, links, memory, cut.reserve, are_whole)
+            order = self._ordered(costs, links, memory, self._reserve(cut, ways), are_whole)
         else:  # segments are recomputed right ahead of their own backward
             again = enumerate(zip(memory.again(len(costs)), ways, strict=True))
             order = order.recomputing(
@@ -311,7 +359,8 @@ class PlannedLanes:
         kept, timeline = step.kept, step.timeline
         found = cut.gm.meta.get(GAP)
         if found is None:
-            found = gap(priced.slowest, lower_bound(cut.problem.dag, target))
+            every = self._machine(cut, self.checkpoint, self.checkpoint_segments, step.order)
+            found = gap(priced.slowest, lower_bound(cut.problem.dag, every))
         held = [round(n) for n in peaks(step.order, step.memory).stages]
         known = [sum(round(kept[i].fixed) + held[i] for i in own) for own in self._stages_on]
         running = [max(0, round(n - k)) for n, k in zip(timeline.peak_memory, known, strict=True)]
@@ -330,7 +379,6 @@ class PlannedLanes:
                     round(kept[i].fixed),
                     held[i],
                     running[self.placement[i]] // len(self._stages_on[self.placement[i]]),
-                    float(priced.memory[i]),
                 )
                 for i in range(len(cut.devices))
             ),
@@ -344,7 +392,12 @@ class PlannedLanes:
         )
 
     def _machine(
-        self, cut: CutModel, modes: Modes, segments: Segments, order: Schedule | None
+        self,
+        cut: CutModel,
+        modes: Modes,
+        segments: Segments,
+        order: Schedule | None,
+        beside: Beside = (),
     ) -> Machine:
         return machine(
             cut.devices,
@@ -353,7 +406,18 @@ class PlannedLanes:
             order=order,
             placement=self._places,
             segments=segments,
+            beside=beside,
         )
+
+    def _reserve(self, cut: CutModel, ways: Sequence[tuple[str, int]]) -> list[float]:
+        """The bytes of each stage that a search for a schedule has to leave free, since it does not
+        know what stages need while they run."""
+        reserve = [0.0] * len(ways)
+        for row, offered in zip(cut.beside, self._offered(cut) if cut.beside else (), strict=True):
+            for stage, way in enumerate(ways):
+                if offered[stage] == way:
+                    reserve[stage] = max(reserve[stage], row[stage])
+        return reserve
 
     @property
     def _stages_on(self) -> list[list[int]]:
@@ -361,25 +425,29 @@ class PlannedLanes:
         lanes = range(len(self.specs))
         return [[i for i, own in enumerate(self.placement) if own == lane] for lane in lanes]
 
-    def _devices(self, part: int | None, reserve: Sequence[float] = ()) -> tuple[DeviceSpec, ...]:
-        """The device of each stage, with ``1 / part`` of its memory, less the stage's reserve;
-        None: without a limit."""
+    def devices(self, part: int | None) -> tuple[DeviceSpec, ...]:
+        """The device of each stage, with ``1 / part`` of its memory; None: without a limit."""
         specs = [self.specs[lane] for lane in self.placement]
-        if part is None:
-            return tuple(spec.with_memory(None) for spec in specs)
         return tuple(
-            spec
-            if spec.memory is None
-            else spec.with_memory(max(1.0, spec.memory / part - (reserve[i] if reserve else 0.0)))
-            for i, spec in enumerate(specs)
+            spec.with_memory(
+                None if part is None or spec.memory is None else max(1.0, spec.memory / part)
+            )
+            for spec in specs
         )
 
-    def cut(self, partition: Spec, part: int | None, reserve: Sequence[float] = ()) -> Partition:
-        """The pass that cuts the model, for stages with so much memory as :meth:`planned` says."""
+    def cut(
+        self,
+        partition: Spec,
+        part: int | None,
+        beside: Beside = (),
+        *,
+        is_tightest: bool = False,
+    ) -> Partition:
+        """The pass that cuts the model, with arguments as :meth:`cut_up` takes them."""
         return Partition(
             len(self.placement),
             partition,
-            self._devices(part, reserve),
+            self.devices(part),
             self.chunks,
             self.checkpoint,
             order=self._order,
@@ -387,6 +455,8 @@ class PlannedLanes:
             explains=False,
             segments=self.checkpoint_segments,
             effort=self.effort,
+            beside=beside,
+            is_tightest=is_tightest,
         )
 
     def _order(self, stages: int) -> Schedule | None:
@@ -418,7 +488,7 @@ class PlannedLanes:
         recomputed in segments."""
         if not self.training:
             return forwards(self.placement, self.chunks)
-        held = [sum(reserve[i] for i in own) if reserve else 0.0 for own in self._stages_on]
+        held = [sum(reserve[i] for i in own) for own in self._stages_on]
         limits = [
             float("inf") if spec.memory is None else spec.memory - bytes_held
             for spec, bytes_held in zip(self.specs, held, strict=True)

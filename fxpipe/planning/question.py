@@ -4,8 +4,7 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +20,10 @@ from fxpipe.ir.text import too_little
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
-from fxpipe.planning.keeping import Keeping
 from fxpipe.planning.lanes import CutModel, PlannedLanes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
-from fxpipe.planning.result import ROUNDING, Plan
+from fxpipe.planning.result import Plan
+from fxpipe.planning.together import Found, Together
 from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
@@ -39,6 +38,7 @@ from passes.cost.load import Update
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec
+from passes.partition.problem import Beside
 from passes.partition.ways import Change, ways_out
 
 
@@ -180,14 +180,6 @@ def saved_by_loss(
     return found
 
 
-ROUNDS = 6
-"""How often a model is cut again because its stages need more memory than the search has known."""
-
-
-FEW = 16
-"""With more stages than these the model is not cut again for other modes than the first found."""
-
-
 def _shortage(plan: Plan) -> str:
     """A sentence that says how much memory is missing on which device for a plan."""
     limits = [spec.memory or 0.0 for spec in plan.devices]
@@ -245,6 +237,16 @@ class PlanQuestion:
         )
 
     @property
+    def _is_open(self) -> bool:
+        """Whether the numbers of segments are to be found out."""
+        return is_open(self.checkpoint_segments, self.checkpoint)
+
+    @property
+    def _has_ways(self) -> bool:
+        """Whether the stages may choose what they keep."""
+        return self._is_open or self.checkpoint == modes.AUTO
+
+    @property
     def _trains(self) -> bool:
         """Whether a training step is planned."""
         return self.prices.context.training
@@ -255,114 +257,66 @@ class PlanQuestion:
         return len(self._lanes.placement) // len(self.specs)
 
     def answer(self) -> Plan:
-        """The plan.
+        """The fastest plan that fits, of those that are found; :mod:`fxpipe.planning.together` says
+        how. If the user gives the cut, it need not fit.
 
-        The searches of a cut and of a schedule know what stages keep, but not what they need while
-        they run, which depends on the order of the step. So if a device has too little memory for
-        its part of a predicted step, the bytes by which the searches were wrong are held in
-        reserve, and the model is planned again. Of several plans that fit it is the fastest. If a
-        device has several stages, each may first take all of its memory; if that does not fit, an
-        equal part of it. But first it is cut as if there were no limits: if what comes of that
-        fits, no limit has to be thought of.
-
-        Where the numbers of segments are to be found out, stages are first recomputed as a whole,
-        and in several segments only if nothing fits so.
+        First the model is cut as if there were no limits: if what comes of that fits, no limit has
+        to be thought of. If a device has several stages, each may first take all of its memory, and
+        then an equal part of it.
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
-        if not self._is_open:
-            return self._found()
-        try:
-            whole = replace(self, checkpoint_segments=1).answer()
-        except DoesNotFit:
-            with suppress(DoesNotFit):
-                return self._found()
-            raise
-        return whole if whole.fits else self._found()
-
-    def _found(self) -> Plan:
-        """The plan that is found without a look at stages that are recomputed as a whole, if the
-        numbers of segments are open."""
-        if self.is_automatic and self._is_limited and not self._is_open:
-            free = self._without_limit()
-            if free.fits:
-                return free
-        short: Plan | None = None
+        lanes, search = self._lanes, self._search
+        if not self.is_automatic:
+            return self._plan(search.given())
+        free = search.free()
+        if not free.short:
+            return self._plan(free)
+        best: Found | None = None
+        least = free
         for part in self._parts:
-            plans = list(self._tried(part))
-            found = [plan for plan in plans if plan.fits or not self.is_automatic]
-            if found:
-                return self._improved(min(found, key=lambda plan: plan.seconds))
-            short = plans[-1] if plans else short
-        raise DoesNotFit(self.shortage() if short is None else _shortage(short))
+            for found in search.found(free, part):
+                least = min(least, found, key=lambda each: each.short)
+                if not found.short and (best is None or found.seconds < best.seconds):
+                    best = found
+            if best is not None:
+                break
+        if best is None:
+            raise DoesNotFit(_shortage(lanes.plan(least.cut, least.step)))
+        return self._plan(search.faster(best, part) if self._has_ways else best)
 
     def can_fit(self) -> bool:
         """Whether there is a plan that fits. The same ones are tried as by :meth:`answer`, but the
-        first that fits is enough, which need not be the fastest: so first those for which the cut
-        knows the limits, since of the models that are asked about few fit without this."""
-        if any(plan.fits for part in self._parts for plan in self._tried(part)):
-            return True
-        return self.is_automatic and self._is_limited and self._without_limit().fits
+        first that fits is enough, which need not be the fastest."""
+        if not self.is_automatic:
+            return not self._search.given().short
+        free = self._search.free()
+        return not free.short or any(
+            not found.short for part in self._parts for found in self._search.found(free, part)
+        )
+
+    @cached_property
+    def _search(self) -> Together:
+        return Together(self._lanes, self._cut)
+
+    def _plan(self, found: Found) -> Plan:
+        return self._lanes.plan(found.cut, found.step)
 
     @property
-    def _is_open(self) -> bool:
-        """Whether the numbers of segments are to be found out."""
-        return is_open(self.checkpoint_segments, self.checkpoint)
-
-    @property
-    def _is_limited(self) -> bool:
-        """Whether the memory of a device has a limit."""
-        return any(spec.memory is not None for spec in self.specs)
-
-    @property
-    def _parts(self) -> list[int | None]:
-        """Which part of the memory of its device a stage may take, as :meth:`_cut` takes it, one
-        to be tried after the other."""
-        if not self._is_limited:
-            return [None]
+    def _parts(self) -> list[int]:
+        """Which part of the memory of its device a stage may take, one to be tried after the
+        other."""
         return [1] if self._several == 1 else [1, self._several]
 
-    def _tried(self, part: int | None) -> Iterator[Plan]:
-        """Plans whose stages may take ``1 / part`` of the memory of their devices, until one fits
-        as it has been cut. Each has in reserve what was missing in the one before."""
-        reserve = (0.0,) * len(self._lanes.placement)
-        for _ in range(ROUNDS):
-            try:
-                as_cut, plan = self._planned(part, reserve)
-            except DoesNotFit:
-                return
-            yield plan
-            if as_cut.fits or not self.is_automatic:
-                return
-            more = self._missing(as_cut, reserve)
-            if more == reserve:
-                return
-            reserve = more
-
-    def _without_limit(self) -> Plan:
-        """The plan whose cut, and modes, are found as if the memory of the devices had no limit."""
-        cut = self._cut(None, ())
-        return self._lanes.plan(cut, self._lanes.step(cut, self._lanes.chosen(cut)))
-
-    def _planned(self, part: int | None, reserve: tuple[float, ...]) -> tuple[Plan, Plan]:
-        """A plan whose stages have the modes that the cut has chosen for them, and one whose stages
-        have the best modes and segments that are found; the same plan twice if the user gives
-        them."""
-        lanes = self._lanes
-        cut = self._cut(part, reserve)
-        step = lanes.step(cut, lanes.chosen(cut))
-        as_cut = lanes.plan(cut, step)
-        if self.checkpoint != modes.AUTO and not self._is_open:
-            return as_cut, as_cut
-        return as_cut, lanes.plan(cut, Keeping(lanes, cut).settled(step))
-
-    def _cut(self, part: int | None, reserve: tuple[float, ...]) -> CutModel:
-        """The model, cut into stages that may take ``1 / part`` of the memory of their devices,
-        less what is in reserve; or (None) as much as they need. Such a cut does not depend on the
-        schedule, but for the lanes of the stages, and is made only once."""
-        lanes, spec = self._lanes, self.partition
+    def _cut(
+        self, lanes: PlannedLanes, part: int | None, beside: Beside = (), **options: bool
+    ) -> CutModel:
+        """The model, cut for these lanes as :meth:`PlannedLanes.cut_up` says. A cut for memory
+        without limits does not depend on the schedule, but for the lanes of the stages, and is made
+        only once."""
+        spec = self.partition
         if part is not None or spec != "auto":
-            return lanes.cut_up(self.prices.of(self.chunks), spec, part, reserve)
+            return lanes.cut_up(self.prices.of(self.chunks), spec, part, beside, **options)
         key = (
             *(lanes.placement, self.specs, self.names, self.chunks),
             *(self.checkpoint, self.checkpoint_segments, self.loss, self.effort),
@@ -371,59 +325,12 @@ class PlanQuestion:
             self.prices.cuts[key] = lanes.cut_up(self.prices.of(self.chunks), spec, None)
         return self.prices.cuts[key]
 
-    def _improved(self, plan: Plan) -> Plan:
-        """A faster plan, if cutting anew for modes that recompute less at one stage leads to it.
-
-        The search for a cut and its modes looks at the slowest stage; cuts that are alike in this
-        may differ in how long a step takes.
-        """
-        if self.checkpoint != modes.AUTO or not self.is_automatic:
-            return plan
-        stages, known = len(plan.stages), self._lanes.known_modes
-        for stage in range(stages if stages <= FEW else 0):
-            now = modes.of_stages(plan.checkpoint, stages)
-            for mode in filter(known.__contains__, modes.recomputing_less(now[stage])):
-                given = modes.plain([*now[:stage], mode, *now[stage + 1 :]])
-                segments = modes.AUTO if self._is_open else self.checkpoint_segments
-                try:
-                    other = replace(self, checkpoint=given, checkpoint_segments=segments).answer()
-                except DoesNotFit:
-                    continue
-                if other.seconds < plan.seconds * (1 - ROUNDING):
-                    plan = other
-                    break
-        return plan
-
-    def _missing(self, found: Plan, reserve: tuple[float, ...]) -> tuple[float, ...]:
-        """The reserve of each stage with which the search would have known that a plan does not
-        fit: by how much its lane needs more than the search has counted, for an equal part."""
-        held = list(reserve)
-        for lane, (spec, needed) in enumerate(zip(found.devices, found.memory, strict=True)):
-            own = [s.index for s in found.stages if s.lane == lane]
-            counted = sum(found.stages[i].cut_bytes for i in own)
-            if spec.memory is not None and needed > spec.memory:
-                for i in own:
-                    held[i] = max(held[i], (needed - counted) / len(own))
-        return tuple(held)
-
     @cached_property
     def is_automatic(self) -> bool:
         """Whether the cut is searched for, and not given by the user."""
         spec = self.partition
         spec = spec(self.prices.of(self.chunks)) if callable(spec) else spec
         return isinstance(spec, Auto) or (isinstance(spec, str) and spec == "auto")
-
-    def shortage(self) -> str:
-        """A sentence that says how many bytes are missing on which device."""
-        several, gm = self._several, self.prices.of(self.chunks)
-        spec = self._automatic(gm)
-        said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
-        if several == 1:
-            return said
-        return (
-            f"{said} (each device has {several} stages, so 'device i' stands for stage i here, "
-            f"which may take 1/{several} of the memory of its device)"
-        )
 
     def ways_out(self, batch: int | None) -> str:
         """A sentence that says with which other options, or how many devices, the model would fit.

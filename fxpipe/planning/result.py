@@ -41,8 +41,6 @@ class PlannedStage:
         running_bytes: the bytes that are needed beside those while the step runs: for results,
             gradients and temporary values of the operators that are running, and for values that
             wait to be sent. If a device has several stages, each has an equal part of its bytes.
-        cut_bytes: the bytes by which the cut has compared the stage with its device's memory. The
-            search of a cut leaves out what is needed while the step runs.
     """
 
     index: int
@@ -56,7 +54,6 @@ class PlannedStage:
     state_bytes: int
     activation_bytes: int
     running_bytes: int = 0
-    cut_bytes: float = 0.0
 
     @property
     def memory(self) -> int:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import fx
 
 from fxpipe.ir.devices import DeviceSpec
@@ -126,6 +127,8 @@ def automatic(
     """
     found, target, pins = posed(graph, target, spec, devices)
     best = solve(found.dag, target, slack=spec.slack, pins=pins, effort=effort)
+    if best is None and np.isinf(np.asarray(target.memory)).all():
+        raise _no_room_for_pins(target)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
     if effort is not None and not effort.is_readable:
@@ -271,6 +274,24 @@ def _pins(
     return {unit: names[name] for unit, name in pins.items()}
 
 
+def least_full(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> tuple[int, ...]:
+    """The stage of each node, in the cut in which the fullest device is least full.
+
+    Raises :class:`PartitionError` if no cut puts all pins into their stages.
+    """
+    stage = tightest(found.dag, target, pins=pins)
+    if stage is None:
+        raise _no_room_for_pins(target)
+    return stage
+
+
+def _no_room_for_pins(target: Machine) -> PartitionError:
+    return PartitionError(
+        "no cut puts all pins into their stages and something into each of the "
+        f"{target.stages}: give fewer pins, or other ones"
+    )
+
+
 def shortage(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> str:
     """A sentence that says which devices have too little memory, and how many bytes are short, for
     the cut in which the fullest device is least full.
@@ -278,13 +299,7 @@ def shortage(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> str
     Raises :class:`PartitionError` if no cut puts all pins into their stages.
     """
     assert target.memory is not None
-    stage = tightest(found.dag, target, pins=pins)
-    if stage is None:
-        raise PartitionError(
-            "no cut puts all pins into their stages and something into each of the "
-            f"{target.stages}: give fewer pins, or other ones"
-        )
-    need = prices(found.dag, target, stage).memory
+    need = prices(found.dag, target, least_full(found, target, pins)).memory
     short = [
         too_little(f"device {s}", n, m)
         for s, (n, m) in enumerate(zip(need, target.memory, strict=True))

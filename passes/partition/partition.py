@@ -23,11 +23,11 @@ from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.schedule import Schedule
 from passes.common.modes import Modes, milder
 from passes.common.segments import Segments
-from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
+from passes.partition.automatic import Auto, DoesNotFit, automatic, least_full, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
 from passes.partition.cut.solve import Cut, Effort, can_fit
-from passes.partition.problem import CutProblem, PartitionError, machine
+from passes.partition.problem import Beside, CutProblem, PartitionError, machine
 from passes.partition.ways import Change, ways_out
 
 __all__ = ["Partition", "PartitionError", "Spec"]
@@ -74,6 +74,9 @@ class Partition:
         explains: whether the error for a model that does not fit says how much memory is missing
             and what would help; to find that takes further cuts.
         effort: limits the search for an automatic cut.
+        beside: the bytes that stages need beside what they keep, as :func:`machine` takes them.
+        is_tightest: whether an automatic cut is the one whose fullest device is least full, however
+            slow it is, and whether it fits or not.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -90,6 +93,8 @@ class Partition:
     explains: bool = True
     segments: Segments = 1
     effort: Effort | None = None
+    beside: Beside = ()
+    is_tightest: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -126,6 +131,9 @@ class Partition:
                     "stages: describe one for each"
                 )
             return replace(self, devices=spec.specs)._automatic(gm, spec)
+        if self.is_tightest:
+            found, target, pins = posed(gm.graph, self._machine, spec, self.devices)
+            return found.labels(least_full(found, target, pins))
         try:
             found, cut = self.solved(gm.graph, spec)
         except DoesNotFit as error:
@@ -150,6 +158,7 @@ class Partition:
             order=self.order and self.order(self.stages),
             placement=self.placement,
             segments=self.segments,
+            beside=self.beside,
         )
 
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:

@@ -54,6 +54,11 @@ OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
 cut makes the largest sum of all stages as small as possible."""
 
 
+Beside = Sequence[Sequence[float]]
+"""For each way in which stages may keep what their backward needs, the bytes that each of them
+needs beside."""
+
+
 class PartitionError(ValueError):
     """A model cannot be cut into stages as the user has asked; the message says why."""
 
@@ -138,6 +143,7 @@ def machine(
     order: Schedule | None = None,
     placement: Sequence[int] | None = None,
     segments: Segments = 1,
+    beside: Beside = (),
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
 
@@ -158,23 +164,28 @@ def machine(
         placement: for each stage the number of its device. Between stages on one device nothing has
             to travel. None: each stage has a device of its own.
         segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
+        beside: for each way of the machine, the bytes that each stage needs beside those that it is
+            known to keep. Empty: none.
     """
     k = devices if isinstance(devices, int) else len(devices)
     specs = () if isinstance(devices, int) else devices
-    hosts, is_eager = [spec.host_bytes_per_s for spec in specs], all(s.is_eager for s in specs)
+    hosts = [spec.host_bytes_per_s for spec in specs] or [None] * k
+    is_eager = all(spec.is_eager for spec in specs)
     found = []
-    for modes, numbers in ways(checkpoint, segments, any(hosts), is_eager):
+    for i, (modes, numbers) in enumerate(ways(checkpoint, segments, any(hosts), is_eager)):
         parts = counts(numbers, modes, k)
         own = of_stages(modes, k)
         if checkpoint == AUTO:  # where there is no memory of the host, nothing moves
-            own = ["never" if moved(mode) and not hosts[i] else mode for i, mode in enumerate(own)]
+            pairs = zip(own, hosts, strict=True)
+            own = ["never" if moved(mode) and not host else mode for mode, host in pairs]
         held, received = (np.asarray(n) / chunks for n in alive(own, chunks, k, order, parts))
         moving = np.array([moved(mode) for mode in own])
         is_selective = np.array([float(mode == SELECTIVE) for mode in own])
         again = np.array([recomputed(mode, chunks) for mode in own]) - is_selective
         _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
         products = is_selective * np.asarray(under_way) / chunks
-        found.append(Way(held, received, again, moving, is_selective, products))
+        more = np.asarray(beside[i]) if beside else 0.0
+        found.append(Way(held, received, again, moving, is_selective, products, more))
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found))
     where = np.arange(k) if placement is None else np.asarray(placement)

@@ -150,6 +150,8 @@ class Way:
         moved: the fraction of its saved bytes that a stage moves to the host's memory, and back.
         selective: 1 for a stage that runs again with the results of products, else 0.
         products: the fraction of the results of products that it keeps for that.
+        beside: the bytes that a stage takes beside all that the DAG knows of: more than none if the
+            step needs more than this while it runs, less than none if it needs less.
     """
 
     held: Floats | float = 1.0
@@ -158,6 +160,7 @@ class Way:
     moved: Floats | float = 0.0
     selective: Floats | float = 0.0
     products: Floats | float = 0.0
+    beside: Floats | float = 0.0
 
     def of(self, name: str, stages: int) -> Floats:
         """One of the numbers for each of the stages."""
@@ -233,6 +236,11 @@ class Machine:
         return self._of_ways("products")
 
     @cached_property
+    def beside(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return self._of_ways("beside")
+
+    @cached_property
     def by_host(self) -> Floats:
         """``[ways, k]``: the seconds for which a byte that is saved occupies the link to the host's
         memory."""
@@ -264,6 +272,7 @@ class Prices:
     link: Floats  # seconds that its hops take, both directions
     times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
+    needed: Floats  # ``[ways, k]``: bytes, for each way that a stage may go
     way: tuple[int, ...]  # the number of the machine's way that each stage goes
     sent: float  # bytes of all hops in the forward
     penalty: float = 0.0  # of all units, for each stage that has a part of them
@@ -328,7 +337,7 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
             else:
                 taken_in[target] += value.size
     waiting = machine.received * taken_in + machine.products * products
-    needed = fixed + machine.held * saved + waiting  # [ways, k]
+    needed = fixed + machine.held * saved + waiting + machine.beside  # [ways, k]
     # What moves to the host does so beside computation.
     computed = once + machine.again * forward + machine.selective * again
     takes = np.maximum(computed, machine.by_host * saved)
@@ -340,4 +349,4 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     for unit in dag.units:
         penalty += unit.penalty * len({labels[node] for node in unit.nodes} - {OUTSIDE})
     times = np.maximum(compute, link)
-    return Prices(compute, link, times, memory, tuple(way.tolist()), sent, penalty)
+    return Prices(compute, link, times, memory, needed, tuple(way.tolist()), sent, penalty)

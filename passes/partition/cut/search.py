@@ -285,6 +285,7 @@ class Search:
         # looked at.
         for way in np.lexsort((m.selective[:, stage], m.again[:, stage])):
             need = fixed + m.held[way, stage] * saved + m.received[way, stage] * taken_in
+            need = need + m.beside[way, stage]
             if m.products[way, stage]:
                 made = self.products[then][None, :] - self.products[first][:, None]
                 need = need + m.products[way, stage] * made

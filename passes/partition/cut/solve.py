@@ -373,7 +373,8 @@ def _by_memory(dag: Dag, machine: Machine) -> Dag:
     for kept in dag.kept:
         saved[min(kept.nodes)] += kept.size
     need = dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
-    return Dag(need / machine.memory[:, None], order=tuple(dag.edges))
+    room = np.maximum(1.0, machine.memory - machine.beside.min(axis=0))
+    return Dag(need / room[:, None], order=tuple(dag.edges))
 
 
 def _may_fit(dag: Dag, machine: Machine) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -91,6 +91,9 @@ def random_case(rng: random.Random) -> Case:
         if rng.random() < 0.4:
             part = rng.choice([0.25, 0.5])
             ways.append(Way(held * part, rng.choice([0.0, 0.5]), selective=1.0, products=part))
+        if rng.random() < 0.5:
+            bytes_of = [np.array([rng.choice([-1.0, 0.0, 2.0]) for _ in range(k)]) for _ in ways]
+            ways = [replace(way, beside=b) for way, b in zip(ways, bytes_of, strict=True)]
         options["ways"] = tuple(ways)
     pins = {rng.randrange(n): rng.randrange(k)} if rng.random() < 0.15 else {}
     return Case(dag, Machine(k, **options), pins)
@@ -157,6 +160,7 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
             + of["held"][s] * saved[s]
             + of["received"][s] * taken_in[s]
             + of["products"][s] * products[s]
+            + of["beside"][s]
             <= m.memory[s] * (1 + 1e-9)
         ]
         fits &= bool(room)

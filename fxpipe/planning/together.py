@@ -1,0 +1,150 @@
+"""Together: the cut of a model and the ways of its stages, searched for under limits of memory.
+
+::
+
+    cut without limits ─▶ needs ─▶ cut under limits ─▶ needs ─▶ ...   until a cut comes again
+            │                             │
+         settled                       settled          each cut with the ways that suit it
+            └──────────────┬──────────────┘
+                        fastest ─▶ cut for its own ways ─▶ settled ─▶ ...   as long as it is faster
+
+The search for a cut (:mod:`passes.partition.cut`) knows what stages keep, and compares all cuts and
+ways. It does not know what a stage needs beside that while it runs, which depends on the order of
+the step, and on how large its segments are. The simulation knows this for the cut that it is given:
+what it says of each way, the next search takes into account. And the search looks at the slowest
+stage, where the simulation looks at the whole step: so the ways of the fastest step that is found
+are held fixed, and the model is cut anew for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from fxpipe.planning.keeping import Keeping
+from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
+from fxpipe.planning.result import ROUNDING
+from passes.common.modes import AUTO, of_stages, plain, recomputing_less
+from passes.common.segments import counts, is_open
+from passes.partition.automatic import DoesNotFit
+
+ROUNDS = 6
+"""How often a model is cut again, at most, for what the simulation says of the cut before."""
+TRIES = 16
+"""How often, at most, it is cut for the ways of the fastest step and for those beside them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cut, and a step with the ways of its stages. ``short``: the bytes that are missing for it
+    on all devices together; 0 if it fits."""
+
+    cut: CutModel
+    step: PlannedStep
+    short: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes."""
+        return self.step.timeline.makespan
+
+
+@dataclass(frozen=True)
+class Together:
+    """The search.
+
+    Args:
+        lanes: the lanes, with the ways among which the stages may choose.
+        cut: cuts the model for lanes; see :meth:`PlannedLanes.cut_up`, which takes the rest of the
+            arguments. Raises :class:`DoesNotFit` if there is no such cut.
+    """
+
+    lanes: PlannedLanes
+    cut: Callable[..., CutModel]
+
+    def free(self) -> Found:
+        """The cut and the ways that are best if the memory of the devices has no limit."""
+        cut = self.cut(self.lanes, None)
+        step = self.lanes.step(cut, self.lanes.chosen(cut))
+        return Found(cut, step, Keeping(self.lanes, cut).short(step))
+
+    def given(self) -> Found:
+        """The cut that the user gives, whether it fits or not, with the ways that suit it."""
+        cut = self.cut(self.lanes, 1)
+        return self._settled(cut, self.lanes.step(cut, self.lanes.chosen(cut)))
+
+    def found(self, free: Found, part: int) -> Iterator[Found]:
+        """What is found under the limits, one cut after the other, of which not all fit. ``part``:
+        each stage may take ``1 / part`` of the memory of its device.
+
+        Where the search for a cut finds none, the one whose fullest device is least full is tried,
+        too: of one that does not fit it may know wrong.
+        """
+        lanes, known, cut = self.lanes, set(), free.cut
+        order, is_tightest = free.step.order, False
+        for _ in range(ROUNDS):
+            if cut.stage in known:
+                return
+            known.add(cut.stage)
+            beside = lanes.beside(cut, order)
+            limited = replace(cut, devices=lanes.devices(part), beside=beside)
+            found = self._settled(limited, lanes.step(limited, lanes.chosen(limited)))
+            yield found
+            order = found.step.order
+            try:
+                cut = self.cut(lanes, part, beside)
+            except DoesNotFit:
+                if is_tightest:
+                    return
+                cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
+
+    def faster(self, found: Found, part: int) -> Found:
+        """A step that is as fast as this one, or faster: the model is cut for its ways, and for
+        those in which one stage recomputes less, and again for those of what is faster, at most
+        :data:`TRIES` times."""
+        tried: set[tuple[str, ...]] = set()
+        while True:
+            stages = len(found.cut.devices)
+            now = of_stages(found.step.modes, stages)
+            others = (
+                [*now[:stage], mode, *now[stage + 1 :]]
+                for stage in range(stages if self.lanes.checkpoint == AUTO else 0)
+                for mode in recomputing_less(now[stage])
+                if mode in self.lanes.known_modes
+            )
+            for modes in chain([now], others):
+                if len(tried) == TRIES or tuple(modes) in tried:
+                    continue
+                tried.add(tuple(modes))
+                other = self._cut_for(found, modes, part)
+                if other and not other.short and other.seconds < found.seconds * (1 - ROUNDING):
+                    found = other
+                    break
+            else:
+                return found
+
+    def _cut_for(self, found: Found, modes: Sequence[str], part: int) -> Found | None:
+        """What is found if the model is cut anew for stages with these modes; None if nothing is
+        that fits. What they need is taken from the cut that has been found."""
+        segments = self.lanes.checkpoint_segments
+        if is_open(segments, self.lanes.checkpoint):
+            before = of_stages(found.step.modes, len(modes))
+            numbers = counts(found.step.segments, found.step.modes, len(modes))
+            segments = [
+                number if mode == old else 1
+                for number, mode, old in zip(numbers, modes, before, strict=True)
+            ]
+        own = replace(self.lanes, checkpoint=plain(modes), checkpoint_segments=segments)
+        try:
+            cut = self.cut(own, part, own.beside(found.cut, found.step.order))
+        except DoesNotFit:
+            return None
+        ways = enumerate(own.chosen(cut))
+        step = own.step(cut, [self.lanes.nearest(cut, stage, way) for stage, way in ways])
+        return self._settled(cut, step)
+
+    def _settled(self, cut: CutModel, step: PlannedStep) -> Found:
+        keeping = Keeping(self.lanes, cut)
+        step = keeping.settled(step)
+        return Found(cut, step, keeping.short(step))
