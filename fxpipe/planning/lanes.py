@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -186,6 +187,7 @@ class PlannedLanes:
         part: int | None,
         beside: Beside = (),
         *,
+        limit: float = math.inf,
         is_tightest: bool = False,
     ) -> CutModel:
         """Cut a model graph that has costs.
@@ -194,6 +196,7 @@ class PlannedLanes:
             part: a stage may take ``1 / part`` of the memory of its device; None: as much as it
                 needs.
             beside: the bytes that stages need beside what they keep, as :meth:`beside` says.
+            limit: the seconds that the slowest stage may take for a mini-batch.
             is_tightest: whether the cut is the one whose fullest device is least full.
 
         Raises :class:`DoesNotFit` if no cut is found that fits.
@@ -201,7 +204,7 @@ class PlannedLanes:
         devices = self.devices(part)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
-        way = self.cut(partition, part, beside, is_tightest=is_tightest)
+        way = self.cut(partition, part, beside, limit=limit, is_tightest=is_tightest)
         cut = ToStages((), (), devices=lanes, partition=way)
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
@@ -300,6 +303,12 @@ class PlannedLanes:
         priced = prices(cut.problem.whole, target, cut.stage)
         offered = self._offered(cut)
         return [offered[way][stage] for stage, way in enumerate(priced.way)]
+
+    def slowest(self, cut: CutModel, step: PlannedStep) -> float:
+        """The seconds that the slowest stage of a cut takes for a mini-batch, as the search for a
+        cut counts them, with the ways of a step."""
+        target = self._machine(cut, step.modes, step.segments, step.order)
+        return prices(cut.problem.whole, target, cut.stage).slowest
 
     def beside(self, cut: CutModel, order: Schedule) -> Beside:
         """For each way, the bytes that each stage of a cut needs beside those that the search for a
@@ -441,6 +450,7 @@ class PlannedLanes:
         part: int | None,
         beside: Beside = (),
         *,
+        limit: float = math.inf,
         is_tightest: bool = False,
     ) -> Partition:
         """The pass that cuts the model, with arguments as :meth:`cut_up` takes them."""
@@ -456,6 +466,7 @@ class PlannedLanes:
             segments=self.checkpoint_segments,
             effort=self.effort,
             beside=beside,
+            limit=limit,
             is_tightest=is_tightest,
         )
 

@@ -309,7 +309,7 @@ class PlanQuestion:
         return [1] if self._several == 1 else [1, self._several]
 
     def _cut(
-        self, lanes: PlannedLanes, part: int | None, beside: Beside = (), **options: bool
+        self, lanes: PlannedLanes, part: int | None, beside: Beside = (), **options: Any
     ) -> CutModel:
         """The model, cut for these lanes as :meth:`PlannedLanes.cut_up` says. A cut for memory
         without limits does not depend on the schedule, but for the lanes of the stages, and is made

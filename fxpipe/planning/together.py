@@ -27,7 +27,7 @@ from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
 from fxpipe.planning.result import ROUNDING
 from passes.common.modes import AUTO, of_stages, plain, recomputing_less
 from passes.common.segments import counts, is_open
-from passes.partition.automatic import DoesNotFit
+from passes.partition.automatic import SLACK, DoesNotFit
 
 ROUNDS = 6
 """How often a model is cut again, at most, for what the simulation says of the cut before."""
@@ -125,8 +125,9 @@ class Together:
                 return found
 
     def _cut_for(self, found: Found, modes: Sequence[str], part: int) -> Found | None:
-        """What is found if the model is cut anew for stages with these modes; None if nothing is
-        that fits. What they need is taken from the cut that has been found."""
+        """What is found if the model is cut anew for stages with these modes; None if no cut is
+        that fits, or none whose slowest stage is about as fast as that of the cut that has been
+        found. What stages need is taken from that cut."""
         segments = self.lanes.checkpoint_segments
         if is_open(segments, self.lanes.checkpoint):
             before = of_stages(found.step.modes, len(modes))
@@ -137,7 +138,9 @@ class Together:
             ]
         own = replace(self.lanes, checkpoint=plain(modes), checkpoint_segments=segments)
         try:
-            cut = self.cut(own, part, own.beside(found.cut, found.step.order))
+            beside = own.beside(found.cut, found.step.order)
+            limit = (1 + SLACK) * self.lanes.slowest(found.cut, found.step)
+            cut = self.cut(own, part, beside, limit=limit)
         except DoesNotFit:
             return None
         ways = enumerate(own.chosen(cut))

@@ -116,30 +116,32 @@ def automatic(
     spec: Auto,
     devices: Sequence[DeviceSpec] | None = None,
     effort: Effort | None = None,
+    limit: float = math.inf,
 ) -> tuple[CutProblem, Cut]:
     """The best cut of a model graph, whose nodes have costs, into the stages of a machine.
 
-    ``effort`` limits the search; None: as :func:`~passes.partition.cut.solve.solve` does.
+    ``effort`` limits the search; None: as :func:`~passes.partition.cut.solve.solve` does. Cuts
+    whose slowest stage takes more than ``limit`` seconds are not considered.
 
     Raises:
-        DoesNotFit: if no cut fits into the devices' memory, or puts all pins into their stages.
+        DoesNotFit: if no cut fits into the devices' memory, or none within the limit does.
         PartitionError: if there is no cut for another reason.
     """
     found, target, pins = posed(graph, target, spec, devices)
-    best = solve(found.dag, target, slack=spec.slack, pins=pins, effort=effort)
-    if best is None and np.isinf(np.asarray(target.memory)).all():
+    best = solve(found.dag, target, slack=spec.slack, pins=pins, effort=effort, limit=limit)
+    if best is None and limit == math.inf and np.isinf(np.asarray(target.memory)).all():
         raise _no_room_for_pins(target)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
     if effort is not None and not effort.is_readable:
         return found, best
-    limit = _limit(best, spec.slack)
+    within = min(_limit(best, spec.slack), limit)
     for small, home in between_modules(found):
-        cut = _within(small, target, _moved(pins, home), limit, effort)
+        cut = _within(small, target, _moved(pins, home), within, effort)
         if cut is not None:
             stage = tuple(cut.stage[h] for h in home)
             return found, replace(best, stage=stage, prices=prices(found.dag, target, stage))
-    return found, _easier(found.dag, target, spec.slack, pins, best)
+    return found, _easier(found.dag, target, spec.slack, pins, best, within)
 
 
 def _limit(best: Cut, slack: float) -> float:

@@ -12,6 +12,7 @@ cut is in :mod:`passes.partition.automatic`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -75,6 +76,7 @@ class Partition:
             and what would help; to find that takes further cuts.
         effort: limits the search for an automatic cut.
         beside: the bytes that stages need beside what they keep, as :func:`machine` takes them.
+        limit: seconds that the slowest stage of an automatic cut may take for a mini-batch.
         is_tightest: whether an automatic cut is the one whose fullest device is least full, however
             slow it is, and whether it fits or not.
 
@@ -94,6 +96,7 @@ class Partition:
     segments: Segments = 1
     effort: Effort | None = None
     beside: Beside = ()
+    limit: float = math.inf
     is_tightest: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -147,7 +150,7 @@ class Partition:
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[CutProblem, Cut]:
         """The automatic cut of a model graph with costs."""
-        return automatic(graph, self._machine, spec, self.devices, self.effort)
+        return automatic(graph, self._machine, spec, self.devices, self.effort, self.limit)
 
     @property
     def _machine(self) -> Machine:
