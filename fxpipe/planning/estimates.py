@@ -128,10 +128,20 @@ def parts_of(segments: fx.GraphModule | None) -> list[float]:
 def with_moves(
     costs: Sequence[StageCost], stages: Sequence[StageMemory], chunks: int, checkpoint: Modes
 ) -> list[StageCost]:
-    """The same costs, with the bytes that each micro-batch moves to the host's memory."""
+    """The same costs, with the bytes that each micro-batch moves to the host's memory, and how many
+    tensors have them. Nothing is run again there: where costs have been measured, the time that is
+    taken for that is one of waiting for the host."""
     modes = of_stages(checkpoint, len(stages))
     return [
-        replace(cost, offloaded=stage.moves(mode, chunks) / chunks)
+        replace(
+            cost,
+            recompute=0.0,
+            checkpointed=0,
+            offloaded=stage.moves(mode, chunks) / chunks,
+            offloaded_tensors=stage.moving(mode, chunks),
+        )
+        if moved(mode)
+        else cost
         for cost, stage, mode in zip(costs, stages, modes, strict=True)
     ]
 
@@ -332,10 +342,17 @@ class StageMemory:
     def moves(self, mode: str, chunks: int) -> float:
         """How many bytes of the activations wait in the host's memory, for a whole mini-batch. As
         whole tensors move, these are not quite the part that the mode says."""
-        share = moved(mode)
         if not self.saved:
-            return self.activations * share
-        return sum(self.saved[i] for i in that_move([n / chunks for n in self.saved], share))
+            return self.activations * moved(mode)
+        return sum(self.saved[i] for i in self._that_move(mode, chunks))
+
+    def moving(self, mode: str, chunks: int) -> int:
+        """How many tensors of a micro-batch wait in the host's memory; 1 if that is not known."""
+        return len(self._that_move(mode, chunks)) if self.saved else 1
+
+    def _that_move(self, mode: str, chunks: int) -> list[int]:
+        share = moved(mode)
+        return that_move([n / chunks for n in self.saved], share) if share else []
 
     def waits(self, mode: str, chunks: int) -> float:
         """How many bytes of the activations are there from the forward to the backward, for a

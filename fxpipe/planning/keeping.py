@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
 from fxpipe.planning.result import ROUNDING
 from passes.common.modes import of_stages, recomputing_less
 from passes.common.segments import counts
+
+NEARLY = 1.02
+"""What a stage needs differs by less than this with the ways of the other stages."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,11 @@ class Keeping:
     def _stricter(self, step: PlannedStep) -> PlannedStep:
         while (short := self.short(step)) > 0:
             missing = self._missing(step)
+            short_of_most = missing.index(max(missing))
             others = [
                 self._with(step, stage, way)
                 for stage, lane in enumerate(self.lanes.placement)
-                if missing[lane] > 0
+                if lane == short_of_most
                 for way in self._stricter_ways(step, stage)
             ]
             least = min(others, key=self.short, default=step)
@@ -66,7 +71,7 @@ class Keeping:
             for i, way in enumerate(ways):
                 # A way that recomputes less may take as long, another one has to take less time.
                 margin = ROUNDING if i < now else -ROUNDING
-                if i == now or (i > now and now == 0):
+                if i == now or (i > now and now == 0) or not self._may_fit(stage, way):
                     continue
                 other = self._with(step, stage, way)
                 is_slower = other.timeline.makespan > step.timeline.makespan * (1 + margin)
@@ -74,6 +79,16 @@ class Keeping:
                     step = other
                     break
         return step
+
+    def _may_fit(self, stage: int, way: tuple[str, int]) -> bool:
+        """Whether the step might fit with a stage that goes this way, by what the stage has needed
+        where all stages went it."""
+        limit = self.lanes.specs[self.lanes.placement[stage]].memory
+        return limit is None or self._needs[stage].get(way, 0.0) <= limit * NEARLY
+
+    @cached_property
+    def _needs(self) -> list[dict[tuple[str, int], float]]:
+        return self.lanes.needs(self.cut)
 
     def _by_recomputation(self, step: PlannedStep) -> list[int]:
         """The stages, the one first that recomputes longest."""

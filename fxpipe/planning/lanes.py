@@ -304,6 +304,20 @@ class PlannedLanes:
         offered = self._offered(cut)
         return [offered[way][stage] for stage, way in enumerate(priced.way)]
 
+    def needs(self, cut: CutModel) -> list[dict[tuple[str, int], float]]:
+        """For each stage, the bytes that its device needs if the stage goes a way, by all ways of
+        which ``cut.beside`` tells. Nothing is known of stages that share a device."""
+        found: list[dict[tuple[str, int], float]] = [{} for _ in cut.devices]
+        if not cut.beside or len(self.placement) > len(self.specs):
+            return found
+        order = self._order(len(cut.devices))
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
+        needed = prices(cut.problem.whole, target, cut.stage).needed
+        for row, offered in zip(needed, self._offered(cut), strict=True):
+            for stage, way in enumerate(offered):
+                found[stage][way] = float(row[stage])
+        return found
+
     def slowest(self, cut: CutModel, step: PlannedStep) -> float:
         """The seconds that the slowest stage of a cut takes for a mini-batch, as the search for a
         cut counts them, with the ways of a step."""

@@ -22,7 +22,7 @@ from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.lanes import CutModel, PlannedLanes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
-from fxpipe.planning.result import Plan
+from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.planning.together import Found, Together
 from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
@@ -279,6 +279,8 @@ class PlanQuestion:
                 least = min(least, found, key=lambda each: each.short)
                 if not found.short and (best is None or found.seconds < best.seconds):
                     best = found
+                    if best.seconds <= free.seconds * (1 + ROUNDING):
+                        return self._plan(best)  # no limit costs any time
             if best is not None:
                 break
         if best is None:

@@ -145,7 +145,9 @@ class Together:
             return None
         ways = enumerate(own.chosen(cut))
         step = own.step(cut, [self.lanes.nearest(cut, stage, way) for stage, way in ways])
-        return self._settled(cut, step)
+        if step.timeline.makespan > found.seconds * (1 + SLACK):
+            return None
+        return self._settled(replace(cut, beside=self.lanes.beside(cut, step.order)), step)
 
     def _settled(self, cut: CutModel, step: PlannedStep) -> Found:
         keeping = Keeping(self.lanes, cut)

@@ -219,21 +219,22 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Launch:
-    """When a lane's thread takes the inputs of an action, when it launches the action, and the
-    action's position in its lane."""
+    """When a lane's thread takes the inputs of an action, when it launches the action, the action's
+    position in its lane, and whether it comes right behind a reload."""
 
     taken: float
     time: float
     lane: int
     position: int
+    is_behind_reload: bool = False
 
     def comes_after(self, other: _Launch) -> bool:
         """Whether the inputs of this action are taken after the other one is launched. A lane may
         launch several actions at the same time, one after the other. What other lanes take at that
-        time is gone."""
+        time is gone, but if they begin to reload something first, tensor by tensor."""
         if self.lane == other.lane:
             return self.position > other.position
-        return self.taken > other.time
+        return self.taken > other.time or (self.is_behind_reload and self.taken == other.time)
 
 
 def _users(action: Action, world: World) -> Iterator[Action]:
@@ -256,8 +257,11 @@ def _launches(spans: Iterable[Span], world: World) -> dict[Action, _Launch]:
         thread, (received, sent) = threads[span.lane], _crossings(action, world)
         taken = thread.now = max(thread.now, needed.pop(action, 0.0))
         thread.cross(received)
-        found[action] = _Launch(taken, thread.now, span.lane, thread.launched)
+        behind = thread.reloads
+        found[action] = _Launch(taken, thread.now, span.lane, thread.launched, behind)
         thread.launched, thread.computed = thread.launched + 1, span.end
+        is_offloaded = world.costs[action.stage].offloaded > 0
+        thread.reloads = is_offloaded and action.kind is Kind.RECOMPUTE
         thread.cross(sent)
         for user in _users(action, world):
             needed[user] = max(thread.now, needed.get(user, 0.0))
@@ -280,11 +284,13 @@ def _crossings(action: Action, world: World) -> tuple[int, int]:
 @dataclass
 class _Thread:
     """A lane's thread of the host: when it is, how much it has launched, until when the lane's
-    device computes all that, and until when what came ahead of each crossing so far."""
+    device computes all that, whether the last of it is a reload, and until when the device computes
+    what came ahead of each crossing so far."""
 
     now: float = 0.0
     launched: int = 0
     computed: float = 0.0
+    reloads: bool = False
     ends: list[float] = field(default_factory=list)
 
     def cross(self, times: int) -> None:

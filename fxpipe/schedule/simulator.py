@@ -133,6 +133,7 @@ class Run:
         self._away = away
         self._leaving = [0] * lanes  # how many micro-batches' activations are on their way out
         self._left: dict[Cell, float] = {}  # when those of a cell are on the host
+        self._back: dict[Cell, float] = {}  # and when all of them are back
         for stage, microbatch in away:
             self._lacks_backward[stage][microbatch] += 1
         self._give_once()
@@ -162,6 +163,11 @@ class Run:
         is_recomputed = (stage, action.microbatch) in self._recomputed
         if is_again and not is_recomputed and action.kind.begins_backward:
             return own + self.world.seconds(stage, Kind.RECOMPUTE)
+        back = self._back.get((stage, action.microbatch))
+        if back is not None and action.kind.begins_backward:
+            # It begins with what is back, and does its last part behind the tensor that is last.
+            last = own / max(1, self.world.costs[stage].offloaded_tensors)
+            return max(own, back + last - self.now)
         return own
 
     def to_the_end(self) -> None:
@@ -247,12 +253,17 @@ class Run:
         if is_leaving:
             self._left[cell] = end
             self._leaving[lane] += 1
-        size = self.world.costs[action.stage].offloaded
-        self.transfers.append(Transfer(lane, lane, start, end, action, size))
-        self._push(end, action, HOST)
+        cost = self.world.costs[action.stage]
+        self.transfers.append(Transfer(lane, lane, start, end, action, cost.offloaded))
+        if is_leaving:
+            self._push(end, action, HOST)
+        else:  # the backward uses one tensor after the other
+            self._back[cell] = end
+            first = start + (end - start) / max(1, cost.offloaded_tensors)
+            self._push(first, action, HOST)
 
     def _moved(self, action: Action) -> None:
-        """Note that the activations of a cell have come to the host, or are back."""
+        """Note that the activations of a cell have come to the host, or that the first are back."""
         if action.kind is Kind.FORWARD:
             self._leaving[self.world.placement[action.stage]] -= 1
         else:

@@ -25,8 +25,10 @@ class StageCost:
     ``backward`` is for a whole backward; None: the sum of its halves, ``backward_input`` and
     ``weight_grad``. ``recompute`` is for the forward that is run again ahead of the backward, by
     ``checkpointed`` micro-batches, which are the first ones. ``offloaded`` are the bytes that a
-    micro-batch moves to the host's memory and back, in place of being run again. ``update`` is for
-    the optimizer's step of the stage's parameters, once in a step, when all its actions are done.
+    micro-batch moves to the host's memory and back, in place of being run again, and
+    ``offloaded_tensors`` the number of tensors that have these, each of which is a copy of its own.
+    ``update`` is for the optimizer's step of the stage's parameters, once in a step, when all its
+    actions are done.
 
     Raises ValueError if a number is negative or not finite.
     """
@@ -38,6 +40,7 @@ class StageCost:
     recompute: float = 0.0
     checkpointed: int = 0
     offloaded: float = 0.0
+    offloaded_tensors: int = 1
     update: float = 0.0
 
     def __post_init__(self) -> None:
@@ -182,7 +185,7 @@ class World:
     def to_host(self, stage: int) -> float:
         """The seconds that the activations of a micro-batch take to the host's memory, or back."""
         link = self.links.host.get(self.placement[stage], Link())
-        return link.seconds(self.costs[stage].offloaded)
+        return link.seconds(self.costs[stage].offloaded, self.costs[stage].offloaded_tensors)
 
     def travel(self, source: int, target: int) -> float:
         """The seconds from the end of an action at stage ``source`` to the arrival of its result at

@@ -36,7 +36,9 @@ def write(draft: Draft, actions: Sequence[Action]) -> fx.GraphModule:
     with a recomputation of each checkpointed cell."""
     last = {action.stage: action for action in actions}
     homes = draft.replicas.homes  # their parameters get gradients from replicas in other stages
-    for action in actions:
+    for i, action in enumerate(actions):
+        if draft.is_offloaded(action) and action.kind is Kind.RECOMPUTE:
+            _bring_inputs(draft, action, actions[i:])
         _write_action(draft, action)
         if last[action.stage] == action and action.stage not in homes:
             _write_optimize(draft, action)
@@ -69,6 +71,18 @@ def _write_action(draft: Draft, action: Action) -> None:
         if is_last_stage and not draft.is_checkpointed(action):
             write_loss_backward(draft, action.microbatch)
         write_backward(draft, action)
+
+
+def _bring_inputs(draft: Draft, reload: Action, behind: Sequence[Action]) -> None:
+    """Bring what the lane's next forward takes from the caller of the step, ahead of a reload: it
+    may come over the same link from the host, and would wait there for all that is reloaded."""
+    lane = draft.nodes.lane(reload.stage)
+    forwards = (each for each in behind if each.kind is Kind.FORWARD)
+    following = next((each for each in forwards if draft.nodes.lane(each.stage) == lane), None)
+    if following is not None:
+        for value in draft.flows.stages[following.stage].call.args:
+            if isinstance(value, fx.Node) and value.op == "placeholder":
+                draft.value(value, following)
 
 
 def _write_optimize(draft: Draft, at: Action) -> None:

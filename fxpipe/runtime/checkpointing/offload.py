@@ -213,9 +213,10 @@ class Offload:
                 _moving[computing] = list(map(weakref.ref, blocks))
 
     def restore(self) -> None:
-        """Begin to move back what the autograd graph still has. A backward that finds it on its way
-        waits for it; one that comes before that moves it itself."""
-        blocks = _living(self._blocks)
+        """Begin to move back what the autograd graph still has, what has been saved last first, as
+        the backward needs it. A backward that finds it on its way waits for it; one that comes
+        before that moves it itself."""
+        blocks = _living(reversed(self._blocks))
         if blocks:
             _fetch(blocks, blocks[0].device)
 

@@ -15,11 +15,13 @@ from fxpipe.ir.devices import ACCELERATOR, DeviceSpec
 from fxpipe.ir.graph import stage_nodes
 from fxpipe.planning import estimates
 from fxpipe.planning.estimates import (
+    StageMemory,
     estimated_costs,
     measured_costs,
     parts_of,
     predicted,
     step_links,
+    with_moves,
 )
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout
@@ -87,6 +89,18 @@ def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
     costs = measured_costs(Timeline("t", ("a", "b"), spans), 2)
     assert [c.seconds(Kind.FORWARD) for c in costs] == [2.0, 3.5]
     assert [c.seconds(Kind.BACKWARD) for c in costs] == [4.0, 5.25]
+
+
+def test_a_stage_whose_activations_move_runs_nothing_again_whatever_has_been_measured():
+    """What is measured as a recomputation there is the time of waiting for the host."""
+    measured = StageCost(1.0, 2.0, recompute=0.5, checkpointed=3)
+    saved = 4 * [2**20] + [8]  # bytes of a mini-batch; the last tensor is too small to move
+    stages = [StageMemory(0, 4 * 2**20, 0, saved=tuple(saved))] * 3
+    costs = with_moves([measured] * 3, stages, 2, ("offload", "offload 1/2", "always"))
+    moving = [(cost.offloaded, cost.offloaded_tensors) for cost in costs[:2]]
+    assert moving == [(2 * 2**20, 4), (2**20, 2)]
+    assert all(cost.recompute == cost.checkpointed == 0 for cost in costs[:2])
+    assert costs[2] == measured
 
 
 def predicted_on(names, layout, costs, spec=ACCELERATOR):

@@ -8,6 +8,7 @@ from fxpipe.schedule import (
     Edge,
     Links,
     Memory,
+    Schedule,
     StageCost,
     WhileRunning,
     Workspace,
@@ -142,6 +143,24 @@ def test_a_lanes_thread_runs_ahead_by_four_crossings():
     found = {str(action): launch.time for action, launch in _launches(spans, world).items()}
     assert [found[f"0F{i}"] for i in range(4)] == [0, 0, 0, 1]
     assert [found[f"1F{i}"] for i in range(4)] == [0, 0, 1, 2]
+
+
+def test_a_lane_that_reloads_first_takes_what_others_send_it_later():
+    """1B0 gives a gradient to stage 0, which begins to reload something as soon as that is there.
+    So the gradient waits in lane 1 while 1B1 begins."""
+    order = Schedule.from_text("0F0 0F1 0R0 0B0 0R1 0B1 \n 1F0 1F1 1B0 1B1")
+    links = Links([Edge(0, 1, 0.0, 10.0)])
+    running, memory = WhileRunning([NOTHING] * 2), [0.0, 100.0]
+
+    def while_the_second_backward_runs(offloaded):
+        first = StageCost(1.0, 5.0, offloaded=offloaded, checkpointed=0 if offloaded else 2)
+        costs = [first, StageCost(1.0, 1.0)]
+        found = simulate(order, costs, links, Memory(memory, running=running))
+        start = next(span.start for span in found.spans if str(span) == "1B1")
+        return at_begins(found.memory[1], [start])
+
+    assert while_the_second_backward_runs(0.0) == [100]
+    assert while_the_second_backward_runs(1.0) == [110]
 
 
 def test_it_is_known_how_far_the_threads_of_the_runtime_run_ahead():

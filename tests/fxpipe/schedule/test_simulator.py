@@ -308,6 +308,20 @@ def test_a_backward_waits_for_what_comes_back():
     assert (timeline.spans[-2].action.microbatch, timeline.spans[-2].start) == (1, 10)
 
 
+def test_each_tensor_is_a_copy_and_a_backward_begins_with_the_first_that_is_back():
+    """Four tensors of a stage take half a second each, with the latency of the link."""
+    cost = StageCost(1, 1, 1, offloaded=1, offloaded_tensors=4)
+    links = Links(host={0: Link(latency=0.25, bandwidth=1.0)})
+    timeline = simulate(Schedule.from_text("0F0 0R0 0B0"), [cost], links)
+    assert moves(timeline) == [
+        ("activations of 0F0, to the host", 1, 3),
+        ("activations of 0R0, back from the host", 3, 5),
+    ]
+    backward = timeline.spans[-1]
+    # The first tensor is back after 3.5 s. What is done with the last, after 5 s, takes 0.5 s.
+    assert (backward.start, backward.end) == (3.5, 5.5)
+
+
 def test_no_forward_begins_while_two_micro_batches_are_still_leaving():
     line = "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
     starts = [span.start for span in offloading(3, line).spans if str(span)[1] == "F"]

@@ -243,6 +243,7 @@ def test_a_forward_is_told_that_its_replay_takes_the_results_of_products():
 
 
 def test_activations_leave_behind_the_results_and_come_back_an_action_ahead_of_the_backward():
+    """The input of that action (micro-batch 2) is on the link ahead of what comes back."""
     given = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1B0 1F1 1B1 1F2 1B2")
     gm = step(Chain(2), ["b"], given, 3, checkpoint="offload")
     parts = "wait(", "forward(", "offload(", "reload(", " backward("
@@ -262,8 +263,8 @@ wait_s0_mb1 = wait(send_s0_mb1, 'cpu/copy', 'cpu/compute')
 forward_s0_mb1 = forward(stage_0_mb1_module, (x_s0_mb1,), (), True, 'offload')
 wait_s0_mb1_1 = wait((stage_0_s0_mb1,), 'cpu/compute', 'cpu/copy')
 offload_s0_mb1 = offload(tape_s0_mb1, 'cpu/compute', 1.0)
-reload_s0_mb0 = reload(tape_s0_mb0)
 wait_s0_mb2 = wait(send_s0_mb2, 'cpu/copy', 'cpu/compute')
+reload_s0_mb0 = reload(tape_s0_mb0)
 forward_s0_mb2 = forward(stage_0_mb2_module, (x_s0_mb2,), (), True, 'offload')
 wait_s0_mb2_1 = wait((stage_0_s0_mb2,), 'cpu/compute', 'cpu/copy')
 offload_s0_mb2 = offload(tape_s0_mb2, 'cpu/compute', 1.0)

@@ -102,6 +102,17 @@ def test_what_has_not_come_back_comes_when_the_backward_asks_for_it():
     assert torch.equal(own.grad, torch.ops.aten.tanh_backward(x, output.detach()))
 
 
+def test_what_the_backward_needs_first_comes_back_first(monkeypatch):
+    fetched = []
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    output, handle = moved(module, torch.randn(WIDTH, WIDTH, requires_grad=True))
+    saved = blocks_of(handle)
+    monkeypatch.setattr(offloading.Block, "fetch", lambda block, link: fetched.append(block))
+    handle.restore()
+    assert len(saved) > 3 and fetched == saved[::-1]
+    del output
+
+
 def test_tensors_that_share_memory_move_together():
     class Product(nn.Module):
         def forward(self, x):
