@@ -318,11 +318,11 @@ class PlannedLanes:
                 found[stage][way] = float(row[stage])
         return found
 
-    def slowest(self, cut: CutModel, step: PlannedStep) -> float:
-        """The seconds that the slowest stage of a cut takes for a mini-batch, as the search for a
-        cut counts them, with the ways of a step."""
+    def times(self, cut: CutModel, step: PlannedStep) -> list[float]:
+        """The seconds that each stage of a cut takes for a mini-batch, as the search for a cut
+        counts them, with the ways of a step."""
         target = self._machine(cut, step.modes, step.segments, step.order)
-        return prices(cut.problem.whole, target, cut.stage).slowest
+        return [float(t) for t in prices(cut.problem.whole, target, cut.stage).times]
 
     def beside(self, cut: CutModel, order: Schedule) -> Beside:
         """For each way, the bytes that each stage of a cut needs beside those that the search for a

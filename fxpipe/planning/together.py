@@ -126,8 +126,8 @@ class Together:
 
     def _cut_for(self, found: Found, modes: Sequence[str], part: int) -> Found | None:
         """What is found if the model is cut anew for stages with these modes; None if no cut is
-        that fits, or none whose slowest stage is about as fast as that of the cut that has been
-        found. What stages need is taken from that cut."""
+        that fits, or none with which the step would be about as fast as the one that has been
+        found. What stages need is taken from the cut of that one."""
         segments = self.lanes.checkpoint_segments
         if is_open(segments, self.lanes.checkpoint):
             before = of_stages(found.step.modes, len(modes))
@@ -139,8 +139,7 @@ class Together:
         own = replace(self.lanes, checkpoint=plain(modes), checkpoint_segments=segments)
         try:
             beside = own.beside(found.cut, found.step.order)
-            limit = (1 + SLACK) * self.lanes.slowest(found.cut, found.step)
-            cut = self.cut(own, part, beside, limit=limit)
+            cut = self.cut(own, part, beside, limit=self._most(found))
         except DoesNotFit:
             return None
         ways = enumerate(own.chosen(cut))
@@ -148,6 +147,15 @@ class Together:
         if step.timeline.makespan > found.seconds * (1 + SLACK):
             return None
         return self._settled(replace(cut, beside=self.lanes.beside(cut, step.order)), step)
+
+    def _most(self, found: Found) -> float:
+        """The seconds that the slowest stage of another cut may take for a mini-batch, for a step
+        that is about as fast: the slowest stage works for all micro-batches, and waits for the
+        other stages to work for one of them, on the way there and back."""
+        times = self.lanes.times(found.cut, found.step)
+        slowest = max(times)
+        waits = (sum(times) - slowest) / self.lanes.chunks
+        return max(slowest * (1 + SLACK), found.seconds - waits)
 
     def _settled(self, cut: CutModel, step: PlannedStep) -> Found:
         keeping = Keeping(self.lanes, cut)
