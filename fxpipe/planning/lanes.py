@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import fx
@@ -76,6 +76,8 @@ class CutModel:
         beside: for each way that the lanes offer, the bytes that each stage has been taken to need
             beside what it keeps; see :class:`~passes.partition.cut.dag.Way`. Empty: none.
         loss: what the loss takes beside what the last stage keeps.
+        bound: the slowest stage of no cut that fits takes less seconds for a mini-batch, as far as
+            the search for a cut knows what fits.
         segmented: the stages in segments that have been looked at, by stage and number of segments.
         kept_in_segments: the bytes that these keep, by stage, mode and number of segments.
     """
@@ -90,6 +92,7 @@ class CutModel:
     kept: tuple[StageMemory, ...]
     beside: Beside
     loss: LossMemory
+    bound: float = 0.0
     segmented: dict[tuple[int, int], fx.GraphModule] = field(default_factory=dict)
     kept_in_segments: dict[tuple[int, str, int], StageMemory] = field(default_factory=dict)
 
@@ -216,7 +219,7 @@ class PlannedLanes:
         kept_graph = gm.graph
         stage_graph = run(self.chain.passes(cut, since="split"), gm)
         layout = skip_layout(stage_graph)
-        return CutModel(
+        cut_up = CutModel(
             gm,
             found,
             stage,
@@ -228,6 +231,16 @@ class PlannedLanes:
             beside,
             loss_memory(self.loss, kept_graph),
         )
+        return replace(cut_up, bound=self._bound(cut_up))
+
+    def _bound(self, cut: CutModel) -> float:
+        """The bound of a cut; see :class:`CutModel`."""
+        order = self._order(len(cut.devices))
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
+        if GAP not in cut.gm.meta:
+            return lower_bound(cut.problem.dag, target)
+        slowest = prices(cut.problem.whole, target, cut.stage).slowest
+        return slowest / (1 + float(cut.gm.meta[GAP]))
 
     def ways(self, cut: CutModel, stage: int) -> list[tuple[str, int]]:
         """The modes, each with a number of segments, among which a stage may choose: those that
@@ -380,10 +393,6 @@ class PlannedLanes:
         target = self._machine(cut, step.modes, step.segments, step.order)
         priced = prices(cut.problem.whole, target, cut.stage)
         kept, timeline = step.kept, step.timeline
-        found = cut.gm.meta.get(GAP)
-        if found is None:
-            every = self._machine(cut, self.checkpoint, self.checkpoint_segments, step.order)
-            found = gap(priced.slowest, lower_bound(cut.problem.dag, every))
         held = [round(n) for n in peaks(step.order, step.memory).stages]
         known = [sum(round(kept[i].fixed) + held[i] for i in own) for own in self._stages_on]
         running = [max(0, round(n - k)) for n, k in zip(timeline.peak_memory, known, strict=True)]
@@ -409,7 +418,7 @@ class PlannedLanes:
             step.order,
             timeline,
             step.modes,
-            found,
+            gap(priced.slowest, cut.bound),
             self.training,
             step.segments,
         )

@@ -272,20 +272,19 @@ class PlanQuestion:
         free = search.free()
         if not free.short:
             return self._plan(free)
-        best: Found | None = None
-        least = free
+        every: list[Found] = []
         for part in self._parts:
             for found in search.found(free, part):
-                least = min(least, found, key=lambda each: each.short)
-                if not found.short and (best is None or found.seconds < best.seconds):
-                    best = found
-                    if best.seconds <= free.seconds * (1 + ROUNDING):
-                        return self._plan(best)  # no limit costs any time
-            if best is not None:
-                break
-        if best is None:
-            raise DoesNotFit(_shortage(lanes.plan(least.cut, least.step)))
-        return self._plan(search.faster(best, part) if self._has_ways else best)
+                every.append(found)
+                if not found.short and found.seconds <= free.seconds * (1 + ROUNDING):
+                    return self._plan(found)  # no limit costs any time
+            fitting = [found for found in every if not found.short]
+            if fitting:
+                best = min(fitting, key=lambda found: found.seconds)
+                best = best.within(max(found.cut.bound for found in every))
+                return self._plan(search.faster(best, part) if self._has_ways else best)
+        least = min([free, *every], key=lambda found: found.short)
+        raise DoesNotFit(_shortage(lanes.plan(least.cut, least.step)))
 
     def can_fit(self) -> bool:
         """Whether there is a plan that fits. The same ones are tried as by :meth:`answer`, but the

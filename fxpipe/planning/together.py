@@ -49,6 +49,10 @@ class Found:
         """How long the step takes."""
         return self.step.timeline.makespan
 
+    def within(self, bound: float) -> Found:
+        """The same, with another bound; see :class:`CutModel`."""
+        return replace(self, cut=replace(self.cut, bound=bound))
+
 
 @dataclass(frozen=True)
 class Together:
@@ -76,20 +80,22 @@ class Together:
 
     def found(self, free: Found, part: int) -> Iterator[Found]:
         """What is found under the limits, one cut after the other, of which not all fit. ``part``:
-        each stage may take ``1 / part`` of the memory of its device.
+        each stage may take ``1 / part`` of the memory of its device. A cut that is found again is
+        there twice, the second time with the bound of the search under limits.
 
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
         too: of one that does not fit it may know wrong.
         """
-        lanes, known, cut = self.lanes, set(), free.cut
+        lanes, known, cut = self.lanes, dict[tuple[int, ...], Found](), free.cut
         order, is_tightest = free.step.order, False
         for _ in range(ROUNDS):
             if cut.stage in known:
+                yield known[cut.stage].within(cut.bound)
                 return
-            known.add(cut.stage)
             beside = lanes.beside(cut, order)
             limited = replace(cut, devices=lanes.devices(part), beside=beside)
             found = self._settled(limited, lanes.step(limited, lanes.chosen(limited)))
+            known[cut.stage] = found
             yield found
             order = found.step.order
             try:
@@ -146,7 +152,8 @@ class Together:
         step = own.step(cut, [self.lanes.nearest(cut, stage, way) for stage, way in ways])
         if step.timeline.makespan > found.seconds * (1 + SLACK):
             return None
-        return self._settled(replace(cut, beside=self.lanes.beside(cut, step.order)), step)
+        beside = self.lanes.beside(cut, step.order)
+        return self._settled(replace(cut, beside=beside, bound=found.cut.bound), step)
 
     def _most(self, found: Found) -> float:
         """The seconds that the slowest stage of another cut may take for a mini-batch, for a step

@@ -3,21 +3,24 @@
 ::
 
     memory │  x                 x  a trial for which another one is both faster and smaller
-           │  o   x             o  one of the front
-           │    o───o
+           │  1   x             1  one of the front, which is named below
+           │    2───3
            └───────── time
+     1  1f1b, 4 chunks: ...
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from fxpipe.ir.text import human_bytes, human_time, nice
 
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 70
-_LINE = 14  # the height of a line of text
+_LINE = 15  # the height of a line of text
+_LETTERS = 95  # that a line has room for
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -34,8 +37,8 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
     """The points in SVG: seconds to the right, bytes upwards, with a line through the front. Each
-    point has its name as a tooltip; one of the front has it beside it, below the line, where there
-    are no points. Where names would lie over each other, the faster point has its name."""
+    point has its name and numbers as a tooltip. Those of the front are counted, and their names are
+    below the axis, too."""
     right = max((x for x, _ in points), default=1.0) or 1.0
     top = max((y for _, y in points), default=1.0) or 1.0
 
@@ -47,11 +50,17 @@ def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
         )
 
     chosen = front(points)
+    titles = [
+        f"{name}: {human_time(seconds)}, {human_bytes(round(size))}"
+        for name, (seconds, size) in zip(names, points, strict=True)
+    ]
+    lines = [textwrap.wrap(titles[i], _LETTERS, break_on_hyphens=False) for i in chosen]
+    height = _HEIGHT + _LINE * sum(map(len, lines))
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(points[i]) for i in chosen))
     left, below = at((0.0, 0.0))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
         "<style>svg{color:#222;background:#fff}"
         "@media(prefers-color-scheme:dark){svg{color:#ddd;background:#1b1b1b}}</style>",
         f'<path d="M{left},{_MARGIN} V{below} H{_WIDTH - _MARGIN}" fill="none" '
@@ -73,24 +82,28 @@ def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
             f"{human_bytes(size)}</text>"
         )
     parts.append(f'<polyline points="{line}" fill="none" stroke="#0072B2" stroke-width="1.5"/>')
-    for i, (point, name) in enumerate(zip(points, names, strict=True)):
+    for i, (point, title) in enumerate(zip(points, titles, strict=True)):
         x, y = at(point)
         colour = "#0072B2" if i in chosen else "#999999"
-        title = f"{name}: {human_time(point[0])}, {human_bytes(round(point[1]))}"
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
             f"<title>{escape(title)}</title></circle>"
         )
-    lowest = float("-inf")
-    for i in chosen:
+    row = float(_HEIGHT)
+    for number, (i, own) in enumerate(zip(chosen, lines, strict=True), 1):
         x, y = at(points[i])
-        if y - lowest >= _LINE:
-            lowest = y
-            parts.append(
-                f'<text x="{x - 8:.1f}" y="{y + 4:.1f}" text-anchor="end" font-size="11" '
-                f'fill="currentColor">{escape(names[i])}</text>'
-            )
+        parts += [_text(x, y - 8, "middle", f"{number}"), _text(left - 8, row, "end", f"{number}")]
+        for each in own:
+            parts.append(_text(left, row, "start", each))
+            row += _LINE
     return "\n".join([*parts, "</svg>"])
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" '
+        f'fill="currentColor">{escape(text)}</text>'
+    )
 
 
 def _along(most: float, unit: float) -> list[float]:

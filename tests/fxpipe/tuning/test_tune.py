@@ -165,12 +165,16 @@ def test_the_picture_has_a_point_for_each_and_a_line_through_the_front():
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawing)
     assert texts[2:6] == ["500.0 ms", "1.00 s", "1.50 s", "2.00 s"]  # round numbers of each unit
     assert texts[6:10] == ["512.0 KiB", "1.0 MiB", "1.5 MiB", "2.0 MiB"]
-    assert texts[10:] == ["a", "b &lt;"]  # those of the front
+    front = ["a: 1.00 s, 1.0 MiB", "b &lt;: 2.00 s, 512.0 KiB"]
+    assert texts[10:] == ["1", "1", front[0], "2", "2", front[1]], "beside the point, and below"
 
 
-def test_names_in_a_picture_do_not_lie_over_each_other():
-    drawing = picture([(1.0, 2**20), (2.0, 2**20 - 1), (3.0, 2**19)], ["a", "b", "c"])
-    assert ">a</text>" in drawing and ">c</text>" in drawing and ">b</text>" not in drawing
+def test_a_long_name_in_a_picture_has_several_lines_for_which_there_is_room():
+    short, long = picture([(1.0, 2**20)], ["a"]), picture([(1.0, 2**20)], ["a " * 100])
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", long)
+    assert max(map(len, texts)) < 100 and " ".join(texts[-3:]).startswith("a a a")
+    heights = [int(re.search(r'height="(\d+)"', each)[1]) for each in (short, long)]
+    assert heights[1] == heights[0] + 2 * 15
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"trials": [1]}', '{"trials": [{}]}'])
