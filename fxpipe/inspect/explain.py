@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fxpipe.compiler.compilations import Compilation
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
@@ -114,6 +115,7 @@ class Explaining:
         measured: a training step, or a call without one, as it was measured; None if none was.
         replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
+        compilations: those that there have been of the model.
     """
 
     model: nn.Module
@@ -125,6 +127,7 @@ class Explaining:
     measured: Timeline | None = None
     replayed: Timeline | None = None
     has_stepped: bool = False
+    compilations: Sequence[Compilation] = ()
 
     def __call__(self) -> Explanation:
         """The explanation. The planner is asked several times."""
@@ -136,6 +139,8 @@ class Explaining:
             "What is kept whole": self._whole(),
             "Where it is cut": self._cut(),
         }
+        if self.compilations:
+            said["What compiling has taken"] = [self._compiling()]
         compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
         now, why = _plan_of(compiled.as_it_is)
         if now is None:
@@ -252,6 +257,15 @@ class Explaining:
         if self.mode.compiled is not None:
             sentences += [_sentence(line) for line in self.mode.compiled.lines]
         return sentences
+
+    def _compiling(self) -> str:
+        """How often the model was compiled, and how long that took."""
+        count, seconds = len(self.compilations), sum(each.seconds for each in self.compilations)
+        taken = f"{'have' if count > 1 else 'has'} taken {human_time(seconds)}"
+        return (
+            f"{_counted(count, 'compilation')} {taken}{' in all' * (count > 1)}; "
+            "print(pipe.compilations) says for which calls and why."
+        )
 
     def _whole(self) -> list[str]:
         """The pieces that a cut cannot divide for a reason that lies in the model, and the heaviest

@@ -314,7 +314,8 @@ class Views:
             return not_compiled(runner.compiler.model)
         mode, chunks = runner.reported()
         kept, has_stepped = (self._modes, self._segments), runner.last_step() is not None
-        state = chunks, kept, has_stepped, mode.saved_by_loss
+        compilations = runner.compiler.compilations
+        state = chunks, kept, has_stepped, mode.saved_by_loss, len(compilations)
         known = self._explained
         if known is None or not known.is_of(mode, self._options, self.measured, state):
             found = Explaining(
@@ -327,6 +328,7 @@ class Views:
                 measured=self.measured,
                 replayed=None if self.measured is None else self.timeline(),
                 has_stepped=has_stepped,
+                compilations=compilations,
             )()
             known = _Explained(found, weakref.ref(mode), self._options, self.measured, state)
             self._explained = known

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.compiler.replanned import Replanned
 from fxpipe.ir.graph import COST, stage_nodes
+from fxpipe.ir.text import human_time
 from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.schedule import Schedule, Timeline
 from tests.zoo import MLP
@@ -141,6 +142,18 @@ def test_a_schedule_of_the_users_own_may_be_replaced_by_a_faster_one():
 
 
 # ------------------------------------------------------------------------------------ what there is
+
+
+def test_it_is_said_how_long_compiling_has_taken():
+    x, heading = torch.randn(16, 64), "What compiling has taken"
+    with fxpipe.compile(layers(2), TWO, example_inputs=(x,)) as pipe:
+        first = said(pipe.explain(), heading)
+        with torch.no_grad():
+            pipe.eval()(x)
+        second = said(pipe.explain(), heading)
+        seconds = sum(each.seconds for each in pipe.compilations)
+    assert first.startswith("1 compilation has taken ")
+    assert second.startswith(f"2 compilations have taken {human_time(seconds)} in all; ")
 
 
 def test_before_there_is_a_call_it_says_what_to_call():
