@@ -20,10 +20,10 @@ from fxpipe.ir.text import too_little
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
+from fxpipe.planning.joint import CutWithWays, JointSearch
 from fxpipe.planning.lanes import CutModel, PlannedLanes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
 from fxpipe.planning.result import ROUNDING, Plan
-from fxpipe.planning.together import Found, Together
 from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
@@ -257,7 +257,7 @@ class PlanQuestion:
         return len(self._lanes.placement) // len(self.specs)
 
     def answer(self) -> Plan:
-        """The fastest plan that fits, of those that are found; :mod:`fxpipe.planning.together` says
+        """The fastest plan that fits, of those that are found; :mod:`fxpipe.planning.joint` says
         how. If the user gives the cut, it need not fit.
 
         First the model is cut as if there were no limits: if what comes of that fits, no limit has
@@ -272,7 +272,7 @@ class PlanQuestion:
         free = search.free()
         if not free.short:
             return self._plan(free)
-        every: list[Found] = []
+        every: list[CutWithWays] = []
         for part in self._parts:
             for found in search.found(free, part):
                 every.append(found)
@@ -297,10 +297,10 @@ class PlanQuestion:
         )
 
     @cached_property
-    def _search(self) -> Together:
-        return Together(self._lanes, self._cut)
+    def _search(self) -> JointSearch:
+        return JointSearch(self._lanes, self._cut)
 
-    def _plan(self, found: Found) -> Plan:
+    def _plan(self, found: CutWithWays) -> Plan:
         return self._lanes.plan(found.cut, found.step)
 
     @property

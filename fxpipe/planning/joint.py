@@ -1,4 +1,4 @@
-"""Together: the cut of a model and the ways of its stages, searched for under limits of memory.
+"""Joint search: the cut of a model and the ways of its stages, searched for under limits of memory.
 
 ::
 
@@ -36,7 +36,7 @@ TRIES = 16
 
 
 @dataclass(frozen=True)
-class Found:
+class CutWithWays:
     """A cut, and a step with the ways of its stages. ``short``: the bytes that are missing for it
     on all devices together; 0 if it fits."""
 
@@ -49,13 +49,13 @@ class Found:
         """How long the step takes."""
         return self.step.timeline.makespan
 
-    def within(self, bound: float) -> Found:
+    def within(self, bound: float) -> CutWithWays:
         """The same, with another bound; see :class:`CutModel`."""
         return replace(self, cut=replace(self.cut, bound=bound))
 
 
 @dataclass(frozen=True)
-class Together:
+class JointSearch:
     """The search.
 
     Args:
@@ -67,18 +67,18 @@ class Together:
     lanes: PlannedLanes
     cut: Callable[..., CutModel]
 
-    def free(self) -> Found:
+    def free(self) -> CutWithWays:
         """The cut and the ways that are best if the memory of the devices has no limit."""
         cut = self.cut(self.lanes, None)
         step = self.lanes.step(cut, self.lanes.chosen(cut))
-        return Found(cut, step, Keeping(self.lanes, cut).short(step))
+        return CutWithWays(cut, step, Keeping(self.lanes, cut).short(step))
 
-    def given(self) -> Found:
+    def given(self) -> CutWithWays:
         """The cut that the user gives, whether it fits or not, with the ways that suit it."""
         cut = self.cut(self.lanes, 1)
         return self._settled(cut, self.lanes.step(cut, self.lanes.chosen(cut)))
 
-    def found(self, free: Found, part: int) -> Iterator[Found]:
+    def found(self, free: CutWithWays, part: int) -> Iterator[CutWithWays]:
         """What is found under the limits, one cut after the other, of which not all fit. ``part``:
         each stage may take ``1 / part`` of the memory of its device. A cut that is found again is
         there twice, the second time with the bound of the search under limits.
@@ -86,7 +86,7 @@ class Together:
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
         too: of one that does not fit it may know wrong.
         """
-        lanes, known, cut = self.lanes, dict[tuple[int, ...], Found](), free.cut
+        lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), free.cut
         order, is_tightest = free.step.order, False
         for _ in range(ROUNDS):
             if cut.stage in known:
@@ -105,7 +105,7 @@ class Together:
                     return
                 cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
 
-    def faster(self, found: Found, part: int) -> Found:
+    def faster(self, found: CutWithWays, part: int) -> CutWithWays:
         """A step that is as fast as this one, or faster: the model is cut for its ways, and for
         those in which one stage recomputes less, and again for those of what is faster, at most
         :data:`TRIES` times."""
@@ -130,7 +130,7 @@ class Together:
             else:
                 return found
 
-    def _cut_for(self, found: Found, modes: Sequence[str], part: int) -> Found | None:
+    def _cut_for(self, found: CutWithWays, modes: Sequence[str], part: int) -> CutWithWays | None:
         """What is found if the model is cut anew for stages with these modes; None if no cut is
         that fits, or none with which the step would be about as fast as the one that has been
         found. What stages need is taken from the cut of that one."""
@@ -155,7 +155,7 @@ class Together:
         beside = self.lanes.beside(cut, step.order)
         return self._settled(replace(cut, beside=beside, bound=found.cut.bound), step)
 
-    def _most(self, found: Found) -> float:
+    def _most(self, found: CutWithWays) -> float:
         """The seconds that the slowest stage of another cut may take for a mini-batch, for a step
         that is about as fast: the slowest stage works for all micro-batches, and waits for the
         other stages to work for one of them, on the way there and back."""
@@ -164,7 +164,7 @@ class Together:
         waits = (sum(times) - slowest) / self.lanes.chunks
         return max(slowest * (1 + SLACK), found.seconds - waits)
 
-    def _settled(self, cut: CutModel, step: PlannedStep) -> Found:
+    def _settled(self, cut: CutModel, step: PlannedStep) -> CutWithWays:
         keeping = Keeping(self.lanes, cut)
         step = keeping.settled(step)
-        return Found(cut, step, keeping.short(step))
+        return CutWithWays(cut, step, keeping.short(step))
