@@ -75,7 +75,8 @@ class Partition:
         explains: whether the error for a model that does not fit says how much memory is missing
             and what would help; to find that takes further cuts.
         effort: limits the search for an automatic cut.
-        beside: the bytes that stages need beside what they keep, as :func:`machine` takes them.
+        beside: for each way in which stages may keep what their backward needs, the bytes that each
+            stage needs beside. Empty: none.
         limit: seconds that the slowest stage of an automatic cut may take for a mini-batch.
         is_tightest: whether an automatic cut is the one whose fullest device is least full, however
             slow it is, and whether it fits or not.
