@@ -46,7 +46,7 @@ class CutWithWays:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes."""
+        """The seconds that the step is predicted to take."""
         return self.step.timeline.makespan
 
     def within(self, bound: float) -> CutWithWays:
@@ -84,7 +84,7 @@ class JointSearch:
         there twice, the second time with the bound of the search under limits.
 
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
-        too: of one that does not fit it may know wrong.
+        too: what the search counts for a cut that it has not seen simulated may be too much.
         """
         lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), free.cut
         order, is_tightest = free.step.order, False

@@ -49,11 +49,11 @@ class Keeping:
     def _stricter(self, step: PlannedStep) -> PlannedStep:
         while (short := self.short(step)) > 0:
             missing = self._missing(step)
-            short_of_most = missing.index(max(missing))
+            fullest = missing.index(max(missing))
             others = [
                 self._with(step, stage, way)
                 for stage, lane in enumerate(self.lanes.placement)
-                if lane == short_of_most
+                if lane == fullest
                 for way in self._stricter_ways(step, stage)
             ]
             least = min(others, key=self.short, default=step)

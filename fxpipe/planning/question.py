@@ -281,7 +281,8 @@ class PlanQuestion:
             fitting = [found for found in every if not found.short]
             if fitting:
                 best = min(fitting, key=lambda found: found.seconds)
-                best = best.within(max(found.cut.bound for found in every))
+                same = [found for found in every if found.cut.stage == best.cut.stage]
+                best = best.within(max(found.cut.bound for found in same))
                 return self._plan(search.faster(best, part) if self._has_ways else best)
         least = min([free, *every], key=lambda found: found.short)
         raise DoesNotFit(_shortage(lanes.plan(least.cut, least.step)))

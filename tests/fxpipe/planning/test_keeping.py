@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.planning.question import PlanQuestion
+from fxpipe.planning.lanes import PlannedLanes
+from fxpipe.planning.question import CostSettings, PlanQuestion, costed
+from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule
 from passes.common.modes import MODES, OFFLOAD, is_never
 from passes.common.segments import counts
@@ -207,6 +209,27 @@ def test_numbers_that_are_given_are_not_changed_and_are_for_the_stages_that_are_
     other = even(limit, checkpoint_segments=[1, 2])
     assert other.checkpoint == "always" and other.checkpoint_segments == (1, 2)
     assert other.seconds > found.seconds
+
+
+def test_a_stage_with_fewer_places_to_cut_than_a_way_has_segments_goes_the_nearest_way():
+    model, x = on_meta(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.zeros(64, 8))
+    settings = CostSettings("analytic", FREE_LINKS, 2)
+    with compiling():
+        prices, _ = costed(
+            model,
+            (x, {}),
+            settings,
+            in_dims=None,
+            tracer="auto",
+            chunks=2,
+            chain=fxpipe.default_chain(),
+        )
+    lanes = PlannedLanes((FREE_LINKS,) * 2, (0, 1), "1f1b", 2, "auto", prices.chain, None)
+    cut = lanes.cut_up(prices.of(2), ["2"], None)  # two nodes in each stage
+    assert lanes.nearest(cut, 0, ("always", 8)) == ("always", 2)
+    assert lanes.nearest(cut, 0, ("always 1/2", 2)) == ("always 1/2", 2)
+    assert lanes.nearest(cut, 0, ("always 3/4", 4)) == ("never", 1)
+    assert lanes.nearest(cut, 0, ("offload", 1)) == ("never", 1), "there is no link to a host"
 
 
 def test_a_stage_of_one_node_has_one_segment():
