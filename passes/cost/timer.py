@@ -22,6 +22,7 @@ import torch
 T = TypeVar("T")
 
 FILLER_S = 1e-4  # the least time that one product for the filler takes
+COUNTED = 3  # products of which the time of one is an equal part
 SIDES = [2**n for n in range(8, 14)]  # of the matrices that may be the filler
 SPARE = 1.5  # how many times as long as the host needs to launch a call the device is kept busy
 
@@ -63,18 +64,27 @@ class DeviceTimer(HostTimer):
         return result, begin.elapsed_time(end) / 1e3
 
     def _calibrated(self) -> tuple[torch.Tensor, float]:
-        """A matrix whose square takes long enough, and the seconds that it takes."""
+        """A matrix whose square takes long enough, and the seconds that it takes.
+
+        Products that the device ends before the host has launched the next one do not tell how
+        long one takes, but how long the host needs. So one goes ahead, and the others count only if
+        the device had not come to them when all were launched.
+        """
         for side in SIDES:
-            filler, taken = torch.zeros(side, side, device=self.device), []
-            for _ in range(3):
-                begin = self._event()
+            filler = torch.zeros(side, side, device=self.device)
+            torch.mm(filler, filler)  # the first one of a size also loads its kernel
+            torch.accelerator.synchronize(self.device)
+            torch.mm(filler, filler)
+            begin = self._event()
+            for _ in range(COUNTED):
                 torch.mm(filler, filler)
-                end = self._event()
-                end.synchronize()
-                taken.append(begin.elapsed_time(end) / 1e3)
-            if min(taken) >= FILLER_S:
+            end = self._event()
+            is_ahead = not begin.query()
+            end.synchronize()
+            taken = begin.elapsed_time(end) / 1e3 / COUNTED
+            if is_ahead and taken >= FILLER_S:
                 break
-        return filler, max(min(taken), 1e-6)
+        return filler, max(taken, 1e-6)
 
     def _event(self) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)

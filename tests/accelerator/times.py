@@ -226,6 +226,22 @@ def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_
     assert seconds == pytest.approx(20e-6, rel=0.1)
 
 
+@pytest.mark.parametrize("launch_s", [1e-5, 1e-4])
+def test_the_filler_is_timed_by_the_device_however_long_the_host_takes(monkeypatch, launch_s):
+    """A product of the smallest size takes the device 0.3 µs, and the host longer to launch."""
+    speed = Speed(flops_per_s=1e14, kernel_s=1e-7, launch_s=launch_s)
+    monkeypatch.setattr("passes.cost.timer.time", Host)
+    with virtual_time(speed):
+        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
+
+        def launch_all():
+            for _ in range(20):
+                x.add(1)
+
+        _, (_, seconds) = (timer.time("key", launch_all) for _ in range(2))
+    assert seconds == pytest.approx(20e-7, rel=0.1)
+
+
 def test_a_node_for_which_the_host_waits_does_not_keep_the_device_busy_ever_longer(monkeypatch):
     """The host waits for the other work, too, which must not count as a time to launch."""
     speed = Speed(flops_per_s=1e11, kernel_s=1e-6, launch_s=1e-5)

@@ -14,7 +14,7 @@ PARTS = (
     Part("lanes", "lanes against the loop, large stages", "tests.gpu.times:lanes", 40),
     Part("inputs", "inputs pageable, pinned, on the device", "tests.gpu.times:inputs", 30),
     Part("memory", "memory against chunks and predicted", "tests.gpu.times:memory", 60),
-    Part("predicted", "memory and time as predicted", "tests.gpu.predicted:predicted", 300),
+    Part("predicted", "memory and time as predicted", "tests.gpu.predicted:predicted", 420),
     Part(
         "sanitizer",
         "PyTorch's CUDA sanitizer finds nothing",
