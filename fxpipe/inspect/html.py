@@ -18,6 +18,7 @@ _STYLE = """
   :root { --added: #0d4733; --removed: #5c2c0c; --quiet: #aaa; }
 }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
+h1 { overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
 .diff span { display: block; width: max-content; min-width: 100%; }
 .added { background: var(--added); }
@@ -37,8 +38,8 @@ th button:focus-visible { outline: 2px solid; }
   .table table, .table tbody, .table tr { display: block; }
   .table tr { padding: 0.4em 0; border-bottom: 1px solid var(--quiet); }
   .table td, .table td.words { display: flex; justify-content: space-between; gap: 1em; }
-  .table td, .table td.words { border: 0; padding: 0; text-align: right; }
-  .table td::before { content: attr(data-column); color: var(--quiet); }
+  .table td, .table td.words { align-items: baseline; border: 0; padding: 0; text-align: right; }
+  .table td::before { content: attr(data-column); color: var(--quiet); flex: none; }
 }
 .drawing svg { background: white; display: block; height: auto; }
 @media (prefers-color-scheme: dark) {

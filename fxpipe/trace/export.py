@@ -507,12 +507,13 @@ def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
 
 
 def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:
-    """A node's metadata with the module names of the model, not of ``_OnTensors``."""
+    """A node's metadata with the module names of the model, not of ``_OnTensors``. What names no
+    module is left out: export gives that to nodes which it adds by itself, such as sizes."""
     if not meta.get("nn_module_stack"):
         return dict(meta)
     stack = {
         key: (path.removeprefix("model").removeprefix("."), kind)
         for key, (path, kind) in meta["nn_module_stack"].items()
-        if path
+        if path == "model" or path.startswith("model.")
     }
     return {**meta, "nn_module_stack": stack}

@@ -132,6 +132,19 @@ def test_on_a_narrow_screen_a_table_has_a_line_for_each_cell(opened):
     assert all(below[1] >= above[3] - 1 for above, below in itertools.pairwise(cells))
 
 
+def test_long_names_on_a_narrow_screen_are_broken_and_the_words_beside_them_are_not(opened):
+    opened.set_window_size(500, 1000)
+    heights = """
+        document.querySelector("h1").textContent = "A".repeat(80);
+        const cells = [...document.querySelectorAll("#stages tbody tr:first-child td")];
+        cells.find((cell) => cell.classList.contains("words")).textContent = "layers.".repeat(30);
+        return cells.map((cell) => getComputedStyle(cell, "::before").height);
+    """
+    assert len(set(opened.execute_script(heights))) == 1, "one line each"
+    overflow = "const e = document.querySelector('h1'); return e.scrollWidth - e.clientWidth"
+    assert opened.execute_script(overflow) <= 0
+
+
 def point_at(browser, selector):
     browser.execute_script(
         "document.querySelector(arguments[0]).dispatchEvent(new Event('pointerenter'))", selector

@@ -87,6 +87,16 @@ def test_nodes_know_their_module_and_line(tracer: str) -> None:
     assert {stack[-1][0] for stack in stacks if stack} >= {"a", "b"}
 
 
+def test_a_node_that_export_adds_belongs_to_no_module() -> None:
+    class Flat(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view(x.shape[0] * x.shape[1], 4)).view(x.shape[0], -1, 4)
+
+    graph = trace(Flat(4, 4), (torch.randn(5, 3, 4),), tracer="export").graph_module.graph
+    sizes = [node for node in graph.nodes if node.target is torch.ops.aten.sym_size.int]
+    assert sizes and not any(node.meta.get("nn_module_stack") for node in sizes)
+
+
 def test_a_buffer_is_read_at_each_call() -> None:
     class Scaled(nn.Module):
         scale: Tensor
