@@ -209,19 +209,21 @@ def test_backwards_in_halves_take_as_long_as_the_simulator_says(schedule, copy_s
 # ------------------------------------------------------------------------------ measured nodes
 
 
+def twenty_kernels_take(speed, monkeypatch):
+    """The seconds of a call that launches twenty kernels: the first time, when its launches are not
+    known yet, and the second time."""
+    monkeypatch.setattr("passes.cost.timer.time", Host)
+    with virtual_time(speed):
+        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
+        calls = [timer.time("key", lambda: [x.add(1) for _ in range(20)]) for _ in range(2)]
+    return [seconds for _, seconds in calls]
+
+
 def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_it(monkeypatch):
     """The host takes ten times as long to launch one of twenty kernels as the device to run it. A
     product of the filler takes as long as 336 kernels."""
     speed = Speed(flops_per_s=1e11, kernel_s=1e-6, launch_s=1e-5)
-    monkeypatch.setattr("passes.cost.timer.time", Host)
-    with virtual_time(speed):
-        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
-
-        def launch_all():
-            for _ in range(20):
-                x.add(1)
-
-        (_, with_launches), (_, seconds) = (timer.time("key", launch_all) for _ in range(2))
+    with_launches, seconds = twenty_kernels_take(speed, monkeypatch)
     assert with_launches == pytest.approx(20e-5, rel=0.1)
     assert seconds == pytest.approx(20e-6, rel=0.1)
 
@@ -230,15 +232,7 @@ def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_
 def test_the_filler_is_timed_by_the_device_however_long_the_host_takes(monkeypatch, launch_s):
     """A product of the smallest size takes the device 0.3 µs, and the host longer to launch."""
     speed = Speed(flops_per_s=1e14, kernel_s=1e-7, launch_s=launch_s)
-    monkeypatch.setattr("passes.cost.timer.time", Host)
-    with virtual_time(speed):
-        timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
-
-        def launch_all():
-            for _ in range(20):
-                x.add(1)
-
-        _, (_, seconds) = (timer.time("key", launch_all) for _ in range(2))
+    _, seconds = twenty_kernels_take(speed, monkeypatch)
     assert seconds == pytest.approx(20e-7, rel=0.1)
 
 
