@@ -73,15 +73,32 @@ def _recurrent_backward_flops(*args: Any, **_: Any) -> int:
     return 2 * _recurrent_flops(*args)  # the gradients of inputs and states, and of the matrices
 
 
+def _grouped_flops(one: Any, other: Any, *_: Any, **__: Any) -> int:
+    """Of products of matrices of which one has a part of its rows, or of its columns, for each of
+    several groups: all parts together are that matrix. Only where both have a matrix for each group
+    is there a product of whole matrices for each."""
+    batches = one[0] if len(one) == len(other) == 3 else 1
+    return 2 * int(batches) * int(one[-2]) * int(one[-1]) * int(other[-1])
+
+
+def _grouped_backward_flops(*args: Any, **_: Any) -> int:
+    return 2 * _grouped_flops(*args)  # the gradients of both matrices
+
+
 _OF_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
     torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
+    "transformers.grouped_mm_fallback": _grouped_flops,
+    "transformers.grouped_mm_fallback_backward": _grouped_backward_flops,
     torch.ops.fxpipe.computed: lambda _, flops, **__: flops,
 }
-"""Formulas for the CPU's kernels of attention and of LSTMs, and for what stands for work: PyTorch
-does not know them."""
+"""Formulas for the CPU's kernels of attention and of LSTMs, for the products of a mixture of
+experts, and for what stands for work: PyTorch does not know them. Of those products PyTorch's
+operator is, on fake tensors, for bfloat16 only; for other dtypes transformers has one of its own,
+which is given by its name, since it exists once transformers has been imported."""
 FORMULAS = {
     **flop_registry,
     **{name: shape_wrapper(f) for name, f in _OF_KERNELS.items()},  # type: ignore[no-untyped-call]
@@ -93,8 +110,13 @@ than pass "alias" does, and share none of its fake results."""
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The FLOPs of an operator that has been given these arguments."""
-    formula = FORMULAS.get(func.overloadpacket)
+    formula = _formula(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _formula(packet: Any) -> Any:
+    """The formula for an operator; None if there is none."""
+    return FORMULAS.get(packet) or FORMULAS.get(str(packet))
 
 
 def is_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -115,7 +137,7 @@ def _product(func: Any) -> tuple[bool, int | None]:
     """Whether an operator is a product if it draws no random numbers; and the place, among its
     arguments, of the probability that it draws some; None if it never does."""
     packet = getattr(func, "overloadpacket", None)
-    if packet not in FORMULAS or packet is torch.ops.fxpipe.computed:
+    if packet is None or _formula(packet) is None or packet is torch.ops.fxpipe.computed:
         return False, None
     schema = schema_of(func)
     names = [argument.name for argument in schema.arguments]

@@ -324,6 +324,30 @@ def test_the_default_device_is_a_core_of_a_cpu():
     )
 
 
+@pytest.mark.parametrize(
+    "one, other, count",
+    [
+        ((8, 16), (3, 16, 32), 8 * 16 * 32),  # each row for one of three matrices
+        ((3, 4, 16), (16, 8), 4 * 16 * 8),  # each column
+        ((4, 8), (8, 16), 4 * 8 * 16),  # the columns of one, and the rows of the other
+        ((3, 4, 16), (3, 16, 8), 3 * 4 * 16 * 8),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_products_by_groups_count_what_all_groups_compute(device, one, other, count):
+    class Products(nn.Module):
+        def forward(self, one, other, ends):
+            return F.grouped_mm(one, other, offs=ends)
+
+    has_ends = len(one) == 2 or len(other) == 2
+    options = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    ends = torch.tensor([2, 5, 8], dtype=torch.int32, device=device) if has_ends else None
+    tensors = torch.zeros(one, **options), torch.zeros(other, **options)
+    (cost,) = costs(Products(), *tensors, ends).values()
+    assert cost.flops == 2 * count
+    assert cost.backward_flops == 2 * cost.flops
+
+
 @pytest.mark.parametrize("heads", [8, 2])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_attention_counts_its_products_and_keeps_no_weights(device, heads):
