@@ -508,6 +508,10 @@ DESCRIBE = "describe_tensor"
 """The class by whose method of this name every fake tensor mode describes a tensor, of which it
 then makes a fake. The description, a dataclass, has the ``device`` that the fake says it is on."""
 
+EXPORTS_FAKES: ModuleType = importlib.import_module("torch._export.non_strict_utils")
+EXPORTS_MODE = "FakeTensorMode"
+"""The class that torch.export, as that module knows it, makes the mode of its fake tensors of."""
+
 ASSERT = torch._assert
 """The assertion that models make, as a function, to be traced by fx. It takes the truth value of a
 tensor on the host."""

@@ -32,6 +32,7 @@ from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
+from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
@@ -39,7 +40,7 @@ from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace import untouched
 from fxpipe.trace.errors import sentence
-from passes.common.fakes import Somewhere, fake_mode
+from passes.common.fakes import fake_mode
 from passes.cost.load import Counting, Load
 
 NO_TARGET = "no target is known when the model is cut: give example_target"

@@ -15,6 +15,7 @@ the random number generators as they were.
     twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
     symbolic, export     the two front ends
+    on_meta              how they trace a model that is on no device
     sizes                the sizes of inputs for which an exported graph is right
     checks               runs a front end's graph beside the model, and compares
     other_sizes          does so at other sizes than the example's

@@ -31,6 +31,7 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import lines_of_the_model
+from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
@@ -158,6 +159,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
                 lost_tensors_as_constants(),
                 once.exported(),
+                exported_somewhere(example),
                 prints() as printed,
             ):
                 program = torch.export.export(

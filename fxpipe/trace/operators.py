@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import FakeTensorMode, TorchDispatchMode, pytree
+from fxpipe.ir._torch import TorchDispatchMode, pytree
 from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.trace.example import Example
 from fxpipe.trace.gradients import has_gradient, history_of, without_saved_tensors
 from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.patches import quiet
 from fxpipe.trace.whole import standing_in
 
 
@@ -40,7 +42,7 @@ def operators_of(example: Example, layers: Mapping[nn.Module, str]) -> dict[str,
 
     def run() -> Any:
         noted.calls.clear()
-        with FakeTensorMode(allow_non_fake_inputs=True) as fakes, noted:
+        with Somewhere(allow_non_fake_inputs=True) as fakes, noted:
             tensors = [fakes.from_tensor(tensor) for tensor in example.tensors]
             with standing_in(layers, noted.call):
                 return example.call(tensors)
@@ -50,6 +52,7 @@ def operators_of(example: Example, layers: Mapping[nn.Module, str]) -> dict[str,
         parameters_put_back(model),
         torch.inference_mode(False),
         torch.enable_grad(),
+        quiet(),
     ):
         try:
             results, _ = Structure.of(without_saved_tensors(run))

@@ -29,6 +29,7 @@ from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
 from fxpipe.trace.lines import running_lines
+from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
 
 
@@ -47,6 +48,7 @@ def front_end(example: Example) -> Traced:
         functions_handled(_as_a_node),
         skip.tracking(model),
         checkpoints.noted(lambda: tracer.graph) as calls,
+        told_somewhere(example),
         prints() as printed,
     ):
         graph = tracer.trace(model)

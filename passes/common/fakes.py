@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxpipe import ops
 from fxpipe.ir._torch import (
@@ -28,48 +28,12 @@ from fxpipe.ir.autograd import reached
 from fxpipe.ir.errors import NeedsValues
 from fxpipe.ir.graph import LARGER, VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
+from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of
-
-CPU = torch.device("cpu")
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
 _OWN_MODULE = "put it into a module of its own, which is then kept whole"
 """What helps where a graph needs values: one of the symbolic front end, and one of an export."""
-
-
-class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake tensor mode in which a tensor on "meta" gets a fake that says it is on the CPU.
-
-    A model on "meta" is examined as if it were on a real device, for two reasons: "meta" lacks
-    kernels that real devices have (attention that never stores the whole matrix of its weights),
-    and it may give results other strides than real devices do.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, tuple[Tensor, FakeTensor]] = {}
-
-    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:
-        """The fake of a tensor; the same tensor always gives the same fake."""
-        is_plain = not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided
-        if not (tensor.is_meta and is_plain):
-            return super().from_tensor(tensor, **options)
-        if id(tensor) not in self.known:
-            with self:
-                fake: Any = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU
-                )
-            fake = fake.requires_grad_(tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake.detach(), tensor.requires_grad)
-            self.known[id(tensor)] = tensor, fake
-        return self.known[id(tensor)][1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (device := kwargs.get("device")) is not None and device.type == "meta":
-            kwargs = {**kwargs, "device": CPU}
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class FakeInterpreter(fx.Interpreter):

@@ -6,7 +6,9 @@ device, and not on the device that the model was traced on.
     traced on the CPU                       stage 1, on "cuda:1"
     arange(8, device=cpu)                   arange(8, device=cuda:1)
 
-Tracing writes the example's device into the calls that make such tensors.
+Tracing writes the example's device into the calls that make such tensors. If that is "meta", where
+a model is traced as if it were on the CPU, it may write either of the two: the model may have kept
+the device of its parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import fx
 
 from fxpipe.ir._torch import wrap_with_autocast
 from fxpipe.ir.graph import VALUE, attribute
+from fxpipe.ir.somewhere import seen_on
 from fxpipe.runtime.checkpointing.regions import regions_in, with_body
 
 
@@ -37,12 +40,22 @@ class Devices:
             self._move(attribute(gm, str(call.target)), device)
         return gm
 
+    @property
+    def _written(self) -> set[torch.device]:
+        """The devices that tracing writes into calls."""
+        return {self.traced, seen_on(self.traced)}
+
+    @property
+    def _kinds(self) -> set[str]:
+        """The kinds of these devices."""
+        return {device.type for device in self._written}
+
     def _move(self, stage: fx.GraphModule, device: torch.device) -> bool:
         """Replace the device in the arguments of a graph's nodes; return whether any named it."""
         moved: list[torch.device] = []
 
         def own(value: Any) -> Any:
-            is_device = isinstance(value, torch.device) and value == self.traced
+            is_device = isinstance(value, torch.device) and value in self._written
             if isinstance(value, fx.Node):  # a device may also be a value from another stage
                 is_device = value.op == "placeholder" and isinstance(
                     value.meta.get(VALUE), torch.device
@@ -54,7 +67,7 @@ class Devices:
         for node in stage.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), own)
-                if node.target is wrap_with_autocast and args[0] == self.traced.type:
+                if node.target is wrap_with_autocast and args[0] in self._kinds:
                     moved.append(device)
                     args = (device.type, *args[1:])
                 if moved:

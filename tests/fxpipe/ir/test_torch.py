@@ -873,6 +873,22 @@ def test_a_fake_says_that_it_is_where_its_description_has_it(monkeypatch):
     assert does_not_exist_in_public(torch, "FakeTensorMode")
 
 
+def test_an_export_makes_its_fakes_by_a_mode_of_this_class(monkeypatch):
+    """If this fails, a model on "meta" is not traced as it is examined. If an export can be told a
+    fake tensor mode in public, ``EXPORTS_MODE`` goes."""
+    made = []
+
+    def mode(**options):
+        made.append(_torch.FakeTensorMode(**options))
+        return made[-1]
+
+    monkeypatch.setattr(_torch.EXPORTS_FAKES, _torch.EXPORTS_MODE, mode)
+    program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+    (linear,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [linear.meta["val"].fake_mode] == made
+    assert does_not_exist_in_public(torch, "FakeTensorMode")
+
+
 def test_a_backward_is_run_by_the_function_that_can_be_replaced(monkeypatch):
     """If PyTorch runs a backward within the torch function modes that are active where it is
     called, ``RUN_BACKWARD`` goes."""

@@ -158,8 +158,8 @@ def test_with_nothing_to_check_it_runs_as_it_was_compiled_on_meta():
 def test_what_a_trace_on_meta_could_not_know_is_traced_again_nevertheless():
     class Counting(Net):
         def forward(self, x):
-            # No proxy is asked, so that a tensor is made while this is traced, on "meta".
-            steps = torch.arange(WIDTH, device=next(self.parameters()).device)
+            # No proxy is asked, so that a tensor is made while this is traced, like one on "meta".
+            steps = torch.ones_like(next(self.parameters())[0]).cumsum(0)
             return super().forward(x) * steps
 
     real = Counting()
@@ -168,6 +168,40 @@ def test_what_a_trace_on_meta_could_not_know_is_traced_again_nevertheless():
     pipe.load(values(real))
     assert torch.equal(pipe(inputs()), loop(real, inputs()))
     assert pipe.stage_graph is not graph
+
+
+class OnItsDevice(Net):
+    """Asks for the device of its parameters, and computes in another way on each kind of them."""
+
+    def forward(self, x):
+        device = next(self.parameters()).device
+        ways = {"cpu": 2.0, "meta": 3.0}
+        return super().forward(x) * torch.arange(WIDTH, device=device) * ways[device.type]
+
+
+class OnADeviceThatIsKept(Net):
+    """Remembers the device that its parameters were made on."""
+
+    def __init__(self):
+        super().__init__()
+        self.device = self.first.weight.device
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + torch.arange(WIDTH, device=self.device) + torch.ones(WIDTH, device=x.device)
+
+
+@pytest.mark.parametrize(
+    "kind, tracer",
+    [(OnItsDevice, "symbolic"), (OnItsDevice, "export"), (OnADeviceThatIsKept, "export")],
+)
+def test_what_was_traced_on_meta_is_what_the_model_does_on_the_cpu(kind, tracer):
+    real = kind()
+    pipe = compiled(on_meta(kind), check=False, tracer=tracer)
+    graph = pipe.stage_graph
+    pipe.load(values(real))
+    assert torch.equal(pipe(inputs()), loop(real, inputs()))
+    assert pipe.stage_graph is graph
 
 
 def test_it_is_cut_as_it_was_on_meta_so_that_nothing_moves():

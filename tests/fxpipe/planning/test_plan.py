@@ -11,9 +11,11 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe import DeviceSpec
-from fxpipe.ir.graph import COST, STAGE
+from fxpipe.ir.graph import COST, STAGE, stage_nodes
+from fxpipe.planning.question import CostSettings, costed
 from fxpipe.schedule import named
 from passes.chain import Entry
+from passes.cost.analytic import ADAM
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 from tests.zoo import MODELS, Chain, ResNet, same
 
@@ -64,6 +66,62 @@ def test_attention_on_meta_is_that_of_a_device():
         there, nowhere = on_meta(copy.deepcopy(model), x)
         meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere, tracer=tracer)
         assert meta.stages == real.stages
+
+
+class Experts(nn.Module):
+    """Counts tokens as the mixtures of experts of transformers do, by an operator that takes whole
+    numbers on accelerators only; and makes a tensor without saying where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.out = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        device = next(self.parameters()).device
+        chosen = self.router(x).argmax(-1)
+        chosen = chosen.float() if device.type == "cpu" else chosen.int()
+        counts = torch.histc(chosen, 4, 0, 3).cumsum(0)
+        return self.out(x) * counts.sum() + torch.arange(8)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_a_model_that_asks_what_kind_of_device_it_is_on_has_the_same_plan_on_meta(tracer, default):
+    model, x = Experts(), torch.randn(16, 8)
+    options = {"chunks": 4, "tracer": tracer}
+    real = fxpipe.plan(model, ["a100"] * 2, example_inputs=(x,), **options)
+    there, nowhere = on_meta(copy.deepcopy(model), x)
+    with torch.device(default):
+        meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere, **options)
+    assert meta.stages == real.stages
+
+
+def costs_of(model, inputs):
+    """The cost of each node of a model in four micro-batches, on an A100."""
+    settings = CostSettings("analytic", DeviceSpec.of("a100"), ADAM)
+    options = {"in_dims": None, "tracer": "auto", "chunks": None, "chain": fxpipe.default_chain()}
+    prices, _ = costed(model, ((), inputs), settings, **options)
+    return {node.name: node.meta[COST] for node in stage_nodes(prices.with_costs(4).graph)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_experts_is_planned_with_their_products_and_on_meta_alike(dtype):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, use_cache=False)
+    ids, plans = torch.zeros(8, 16, dtype=torch.long), {}
+    for experts, device in ("grouped_mm", "cpu"), ("grouped_mm", "meta"), ("batched_mm", "meta"):
+        model = transformers.MixtralForCausalLM(config).to(dtype).to(device)
+        model.set_experts_implementation(experts)
+        inputs = {"input_ids": ids.to(device)}
+        plans[experts, device] = costs_of(model, inputs)
+    real, meta, products = plans.values()
+    assert meta == real
+    for kind in ("flops", "backward_flops"):
+        assert sum(getattr(cost, kind) for cost in meta.values()) == sum(
+            getattr(cost, kind) for cost in products.values()
+        )
 
 
 def test_the_model_is_left_as_it_was():

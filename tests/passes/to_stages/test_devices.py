@@ -25,13 +25,14 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
-def test_what_a_stage_makes_is_on_its_device(tracer):
+@pytest.mark.parametrize("traced", [CPU, META])  # as if on the CPU
+def test_what_a_stage_makes_is_on_its_device(tracer, traced):
     model, x = Positions(), torch.randn(4, 3)
     with fxpipe.compile(
         model, ["cpu"] * 2, chunks=2, example_inputs=(x,), tracer=tracer, partition=["b"]
     ) as pipe:
         stage_graph = pipe.stage_graph
-    Devices(CPU, (CPU, META))(stage_graph)
+    Devices(traced, (CPU, META))(stage_graph)
     first, second = stages_of(stage_graph)
     second.to("meta")
     values = [node.meta[VALUE] for node in second.graph.find_nodes(op="placeholder")]
@@ -71,13 +72,14 @@ class Rotated(nn.Module):
             return y + torch.arange(3, device=x.device).float()
 
 
-def test_what_is_done_without_autocast_is_on_the_stages_device_too():
+@pytest.mark.parametrize("traced", [CPU, META])
+def test_what_is_done_without_autocast_is_on_the_stages_device_too(traced):
     model, x = Rotated(), torch.randn(4, 3)
     with fxpipe.compile(
         model, ["cpu"] * 2, chunks=2, example_inputs=(x,), tracer="export", partition=["linear_1"]
     ) as pipe:
         stage_graph, before = pipe.stage_graph, inner(pipe.model_graph).code
-        Devices(CPU, (CPU, META))(stage_graph)
+        Devices(traced, (CPU, META))(stage_graph)
         _, second = stages_of(stage_graph)
         assert "device(type='meta')" in inner(second).code and "'cpu'" not in inner(second).code
         assert "wrap_with_autocast('meta'" in second.code
