@@ -123,7 +123,8 @@ def compile(
             None: what is free on an accelerator; no limit on the CPU.
         optimizer: whose states count as memory, and whose step as time: a name in ``torch.optim``,
             an optimizer, or a number of tensors for each parameter. None: Adam's two, and no time.
-        example_target: a target, with which ``memory`` also counts what ``loss_fn`` saves.
+        example_target: a target, with which ``memory`` also counts what ``loss_fn`` saves, and the
+            cut and predictions how long it takes.
         training: False: outputs only, and no memory for gradients.
         dump: a folder for a page that shows what each pass changed; or ``FXPIPE_DUMP=folder``.
         verbose: log where the time of each compilation goes; or ``FXPIPE_LOGS=compile``.

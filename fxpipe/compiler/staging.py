@@ -52,7 +52,8 @@ from fxpipe.meaning.sample import Sample, batch_size, with_rows
 from fxpipe.meaning.shared_draws import draws_for_shared
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
-from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
+from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss, loss_seconds
+from fxpipe.planning.loss_timer import MeasuredLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied, sketch
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.compiled.stage import CompiledStages
@@ -554,7 +555,11 @@ class Staging(ABC):
             return Fitting(options, limits, context, ways_out, self.layout, self._saved_by_loss)
         chunks = context.traced_chunks or context.chunks
         cut = passes.Partition(
-            len(options.devices), options.partition, chunks=chunks, checkpoint=options.checkpoint
+            len(options.devices),
+            options.partition,
+            chunks=chunks,
+            checkpoint=options.checkpoint,
+            loss=partial(self._seconds_of_loss, chunks),
         )
         has_own = isinstance(options.partition, Auto) and options.partition.devices is not None
         if len(set(options.names)) == 1 or has_own:
@@ -565,13 +570,20 @@ class Staging(ABC):
             placement=tuple(options.names.index(name) for name in options.names),
         )
 
+    def _seconds_of_loss(self, chunks: int, graph: fx.Graph) -> float:
+        """The seconds that the loss of a mini-batch and its backward take in the last stage, as far
+        as is known."""
+        last = self.options.specs[self.options.placement[-1]]
+        return chunks * sum(loss_seconds(self._saved_by_loss(), graph, chunks, last))
+
     def _saved_by_loss(self) -> SavedByLoss | None:
         """What the loss will save for its backward; None if nobody knows."""
         return self._expected_loss if isinstance(self._expected_loss, SavedByLoss) else None
 
     def _loss_of(self, traced: Traced, batch: int | None, chunks: int | None) -> SavedByLoss | str:
-        """What the loss will save for its backward, or why nobody knows. ``chunks``: the number of
-        micro-batches, one of which the model has been traced with; None: with all of them.
+        """What the loss will save for its backward and how long it will take, or why nobody knows.
+        ``chunks``: the number of micro-batches, one of which the model has been traced with; None:
+        with all of them.
 
         The function is called if the user gives an example of the target for this, or if memory
         decides where the model is cut.
@@ -584,8 +596,21 @@ class Staging(ABC):
             return NO_TARGET
         rows = (batch // chunks, batch) if batch and chunks else (0, 0)
         expected = ExpectedLoss(options.loss_fn, self._target, traced.rebuild, rows)
+        graph = traced.graph_module.graph
         with phase("loss", quiet=True):
-            return expected.saved(traced.graph_module.graph)
+            found = expected.saved(graph)
+            is_measured = options.costs == "measured" and not self.layout.labels
+            if isinstance(found, str) or not is_measured or self.is_on_meta():
+                return found
+            several = chunks or options.chunks_for(batch, traced.refused_sizes)
+            some = (batch or 0) // several
+            return MeasuredLoss(
+                expected,
+                (some if chunks else batch or 0, some),
+                options.devices[0],
+                options.specs[0],
+                threads_of_a_lane(options.lanes),
+            )(found, graph)
 
     def _free_memory(self) -> tuple[float | None, ...]:
         """The bytes that the model may take on each lane, if the user does not say it; None where

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from fxpipe.ir.text import human_time
 from fxpipe.schedule import Timeline
+from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD
 
 SEEN = 0.02  # the part of the measured time from which on it is said what passes between actions
 OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
@@ -65,9 +66,15 @@ def against(
         f"Its stages work {human_time(sum(_seconds(measured).values()))} in all, "
         f"{factor(predicted, measured):.3g} times as long as predicted ({said})."
     )
-    others = sum(span.seconds for span in measured.spans if span.action is None)
-    if others > SEEN * whole:
-        yield f"The loss and its backward, which no prediction counts, take {human_time(others)}."
+    if (loss := _of_loss(measured)) > SEEN * whole:
+        expected_loss = _of_loss(predicted)
+        said = (
+            f"{_ratio(loss, expected_loss):.3g} times the {human_time(expected_loss)} that are "
+            "predicted"
+            if expected_loss
+            else "of which the prediction knows nothing: example_target= lets it be counted"
+        )
+        yield f"The loss and its backward take {human_time(loss)}, {said}."
     lanes = Counter(devices).items()
     shared = [f"{count} lanes share {name}" for name, count in lanes if count > 1]
     if shared:
@@ -88,6 +95,11 @@ def against(
 def microbatches_of(timeline: Timeline) -> int:
     """The number of micro-batches of a step."""
     return 1 + max((s.action.microbatch for s in timeline.spans if s.action), default=0)
+
+
+def _of_loss(timeline: Timeline) -> float:
+    """The seconds that the loss and its backward take in a step, together."""
+    return sum(span.seconds for span in timeline.spans if span.name in (LOSS, LOSS_BACKWARD))
 
 
 def _of_actions(timeline: Timeline) -> float:

@@ -48,9 +48,11 @@ from fxpipe.planning.estimates import (
     step_links,
     step_memory,
     updates_on,
+    with_loss,
     with_moves,
     with_updates,
 )
+from fxpipe.planning.loss import loss_seconds
 from fxpipe.schedule import AUTO, Timeline
 from passes import Project
 from passes.common.modes import Modes, is_never, of_stages
@@ -374,8 +376,11 @@ class Views:
             if measured is None
             else measured_costs(measured, len(kept))
         )
-        loss = self._runner.described()[0].loss_memory
-        updates = updates_on(options.specs, options.optimizer_update)
+        program, _ = self._runner.described()
+        if measured is None:
+            last = options.specs[options.placement[-1]]
+            costs = with_loss(costs, *loss_seconds(program.saved_by_loss, graph, chunks, last))
+        loss, updates = program.loss_memory, updates_on(options.specs, options.optimizer_update)
         memory = step_memory(kept, options.placement, chunks, self._modes, loss, updates)
         costs = with_moves(costs, kept, chunks, self._modes)
         devices = [options.specs[lane] for lane in options.placement]

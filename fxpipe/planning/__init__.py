@@ -88,8 +88,8 @@ def plan(
         optimizer: the optimizer, or its name, from which ``optimizer_states`` follows.
         loss_fn, example_target: the loss function of output and target, and a target of one
             mini-batch, whose tensors may be on "meta". With them the last stage is planned with
-            what the loss saves for its backward: the function is called once on tensors without
-            values.
+            what the loss saves for its backward, and how long it takes: the function is called once
+            on tensors without values and, where costs are measured, on others.
         training: False: plan a call that computes outputs only, as for :func:`fxpipe.compile`.
 
     The other arguments mean what they do for :func:`fxpipe.compile`. Of the chain in ``passes``,
@@ -179,7 +179,12 @@ def plan(
             microbatches,
             checkpoint,
             segments,
-            loss=saved_by_loss(prices, loss_fn, example_target),
+            loss=saved_by_loss(
+                prices,
+                loss_fn,
+                example_target,
+                (batch, batch // microbatches) if is_measured and batch else None,
+            ),
         )
         try:
             return question.answer()

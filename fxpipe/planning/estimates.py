@@ -52,6 +52,7 @@ from fxpipe.schedule import (
     simulate,
     simulate_forwards,
 )
+from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD
 from passes.common.modes import (
     SELECTIVE,
     Modes,
@@ -67,8 +68,6 @@ from passes.common.skips import SkipLayout
 from passes.cost.load import Update
 
 Ends = tuple[int, int]  # the numbers of two stages, one of which sends to the other
-
-LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of spans for which schedules have no action
 
 
 def estimated_costs(
@@ -165,37 +164,42 @@ def measured_costs(
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, as averages over a measured timeline.
 
-    The loss and its backward, for which a schedule has no action, count as part of the last stage.
-
     Args:
         average: the median, by which single micro-batches that the machine has disturbed do not
             count, or the mean, where nothing disturbs them.
     """
-    taken: dict[tuple[int, Kind], list[float]] = {}
-    loss: dict[str, list[float]] = {}
+    taken: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    loss: defaultdict[str, list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.action is not None:
-            taken.setdefault((span.action.stage, span.action.kind), []).append(span.seconds)
+            taken[span.action.stage, span.action.kind].append(span.seconds)
         else:
-            loss.setdefault(span.name, []).append(span.seconds)
+            loss[span.name].append(span.seconds)
 
     def seconds(stage: int, kind: Kind) -> float:
-        own = average(taken.get((stage, kind), [0.0]))
-        if stage == stages - 1 and kind not in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE):
-            own += average(loss.get(LOSS if kind is Kind.FORWARD else LOSS_BACKWARD, [0.0]))
-        return own
+        return average(taken[stage, kind] or [0.0])
 
-    return [
+    found = [
         StageCost(
             seconds(i, Kind.FORWARD),
             seconds(i, Kind.BACKWARD_INPUT),
             seconds(i, Kind.WEIGHT_GRAD),
             seconds(i, Kind.BACKWARD) or None,
             seconds(i, Kind.RECOMPUTE),
-            len(taken.get((i, Kind.RECOMPUTE), ())),
+            len(taken[i, Kind.RECOMPUTE]),
         )
         for i in range(stages)
     ]
+    return with_loss(found, *(average(loss[name] or [0.0]) for name in (LOSS, LOSS_BACKWARD)))
+
+
+def with_loss(
+    costs: Sequence[StageCost], seconds: float, backward_seconds: float
+) -> list[StageCost]:
+    """The same costs, with the time that the loss of a micro-batch takes, and its backward: the
+    last stage computes them."""
+    last = replace(costs[-1], loss=seconds, loss_backward=backward_seconds)
+    return [*costs[:-1], last]
 
 
 def traffic(

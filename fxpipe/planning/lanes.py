@@ -25,10 +25,11 @@ from fxpipe.planning.estimates import (
     step_links,
     step_memory,
     updates_on,
+    with_loss,
     with_moves,
     with_updates,
 )
-from fxpipe.planning.loss import SavedByLoss, loss_memory
+from fxpipe.planning.loss import SavedByLoss, loss_memory, loss_seconds
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
     Links,
@@ -156,7 +157,8 @@ class PlannedLanes:
         checkpoint_segments: as for :func:`fxpipe.compile`.
         names: the name of each lane's device, where several lanes may be on one device, between
             which nothing has to travel. None: each lane has a device of its own.
-        loss: what the loss saves for its backward; None if that is not known.
+        loss: what the loss saves for its backward, and how long it takes; None if that is not
+            known.
         training: whether a training step is planned; if not, a call without a backward.
         update: what the step of the optimizer takes.
     """
@@ -370,6 +372,7 @@ class PlannedLanes:
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss, updates)
         parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
         costs = estimated_costs(self._costs(cut), self.chunks, modes, list(map(parts_of, parts)))
+        costs = with_loss(costs, *self._loss_seconds(cut.gm.graph))
         costs = with_moves(costs, kept, self.chunks, modes)
         links = step_links(cut.layout, self.chunks, self.specs, self._names, cut.gm.graph)
         if order is None:
@@ -439,7 +442,16 @@ class PlannedLanes:
             placement=self._places,
             segments=segments,
             beside=beside,
+            loss=self._seconds_of_loss(cut.gm.graph),
         )
+
+    def _seconds_of_loss(self, graph: fx.Graph) -> float:
+        """The seconds that the loss of a mini-batch and its backward take in the last stage."""
+        return self.chunks * sum(self._loss_seconds(graph))
+
+    def _loss_seconds(self, graph: fx.Graph) -> tuple[float, float]:
+        """The seconds that the loss of a micro-batch takes in the last stage, and its backward."""
+        return loss_seconds(self.loss, graph, self.chunks, self.specs[self.placement[-1]])
 
     def _reserve(self, cut: CutModel, ways: Sequence[tuple[str, int]]) -> list[float]:
         """The bytes of each stage that a search for a schedule has to leave free, since it does not
@@ -491,6 +503,7 @@ class PlannedLanes:
             beside=beside,
             limit=limit,
             is_tightest=is_tightest,
+            loss=self._seconds_of_loss,
         )
 
     def _order(self, stages: int) -> Schedule | None:

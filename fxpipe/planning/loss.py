@@ -1,5 +1,6 @@
-"""What a loss saves for its backward, known ahead of the first step: the loss function runs once on
-tensors without values, as the output and the target are tensors with shapes.
+"""What a loss saves for its backward, and how long it takes, known ahead of the first step: the
+loss function runs once on tensors without values, as the output and the target are tensors with
+shapes.
 
 ::
 
@@ -8,7 +9,7 @@ tensors without values, as the output and the target are tensors with shapes.
     target (fake) ──┘
 
 The loss runs in the last stage, so that a language model's last device holds, beside its layers,
-what a cross entropy keeps of all logits.
+what a cross entropy keeps of all logits, and is busy for as long as it takes to read them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fxpipe.ir._torch import (
 )
 from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
+from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
 from fxpipe.ir.somewhere import Somewhere
@@ -58,17 +60,39 @@ class SavedByLoss:
         gradients: the most bytes that are there at the same time in the loss's backward, beside
             what the loss has saved. If the backward has not run on tensors without values, these
             are the gradients that one of its functions takes and gives.
+        forward, backward: the work of the loss and of its backward, for the output in one piece;
+            none if it has not run on tensors without values.
+        slower: how many times as long as is estimated from their work they have taken where they
+            were measured: the loss, and its backward.
     """
 
     outputs: frozenset[int]
     others: int
     output_bytes: int
     gradients: int
+    forward: Load = field(default_factory=Load, hash=False)
+    backward: Load = field(default_factory=Load, hash=False)
+    slower: tuple[float, float] = (1.0, 1.0)
 
     def known_by(self, other: SavedByLoss) -> SavedByLoss:
-        """This, with the gradients that another one has, of an output of another size maybe."""
+        """This, with the gradients and the work that another one has, of an output of another size
+        maybe."""
         times = self.output_bytes / (other.output_bytes or 1)
-        return replace(self, gradients=max(self.gradients, round(times * other.gradients)))
+        return replace(
+            self,
+            gradients=max(self.gradients, round(times * other.gradients)),
+            forward=of_rows(other.forward, times),
+            backward=of_rows(other.backward, times),
+            slower=other.slower,
+        )
+
+    def seconds(self, part: float, device: DeviceSpec) -> tuple[float, float]:
+        """The seconds that the loss of a part of the output takes on a device, and its backward."""
+        loads = of_rows(self.forward, part), of_rows(self.backward, part)
+        forward, backward = (
+            times * load.seconds(device) for times, load in zip(self.slower, loads, strict=True)
+        )
+        return forward, backward
 
     @staticmethod
     def of(value: Any, saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
@@ -157,17 +181,23 @@ class ExpectedLoss:
                 torch.enable_grad(),
                 without_saved_tensors_hooks(),
             ):
-                output = pytree.tree_map_only(Tensor, _fresh, _output(graph))
+                output = pytree.tree_map_only(Tensor, _fresh, output_of(graph))
                 devices = [tensor.device for tensor in tensors_of(output)]
                 target = map_tensors(lambda t: self._part(t, mode, devices), self.target)
-                value, found = saved_by(self._call, output, [target])
-                most = _most_in_backward(value, output)
-                return value, replace(found, gradients=max(found.gradients, most))
+                with Counting(forward := Load()):
+                    value, found = saved_by(self._call, output, [target])
+                backward = _backward(value, output)
+                most = max(found.gradients, backward.memory)
+                return value, replace(found, gradients=most, forward=forward, backward=backward)
         finally:
             mode.allow_non_fake_inputs = known
 
-    def _call(self, output: Any, target: Sequence[Any]) -> Any:
-        return self.function(self.rebuild(output), target[0])
+    def call(self, output: Any, target: Any) -> Any:
+        """The loss of a graph's output."""
+        return self.function(self.rebuild(output), target)
+
+    def _call(self, output: Any, leaves: Sequence[Any]) -> Any:
+        return self.call(output, leaves[0])
 
     def _part(self, tensor: Tensor, mode: Any, devices: Sequence[torch.device]) -> Tensor:
         """The fake of a tensor of the target, on the device of the output, with those of its rows
@@ -207,10 +237,11 @@ def taken_for_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> Any:
     """What a training step takes for the loss where there is no ``loss_fn``: the output of a model
     graph, or the part of it that would be the loss, with fake tensors. ``rebuild`` is as for
     :class:`ExpectedLoss`."""
-    return own_loss(rebuild(_output(graph)))
+    return own_loss(rebuild(output_of(graph)))
 
 
-def _output(graph: fx.Graph) -> Any:
+def output_of(graph: fx.Graph) -> Any:
+    """The output of a model graph, with its fake tensors."""
     return mutable(fx.map_arg(graph.output_node().args[0], lambda node: node.meta[VALUE]))
 
 
@@ -221,20 +252,41 @@ def _fresh(tensor: Tensor) -> Tensor:
     return fresh.view_as(fresh) if wants else fresh
 
 
-def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
-    """The memory that a loss takes for a mini-batch beside what the last stage saves. ``graph`` is
-    the model graph, which has been cut, with costs. None: nothing is known of the loss."""
+def of_rows(load: Load, part: float) -> Load:
+    """The load of a part of the rows, for which as many operators are launched."""
+    return replace(load, flops=round(load.flops * part), bytes=round(load.bytes * part))
+
+
+def loss_seconds(
+    saved: SavedByLoss | None, graph: fx.Graph, chunks: int, device: DeviceSpec
+) -> tuple[float, float]:
+    """The seconds that the loss of a micro-batch takes on a device, and its backward. ``graph`` is
+    the model graph; None: nothing is known of the loss."""
     if saved is None:
-        return LossMemory()
+        return 0.0, 0.0
+    whole = sum(size for _, size in _output_sizes(graph))
+    return saved.seconds(whole / chunks / (saved.output_bytes or 1), device)
+
+
+def _output_sizes(graph: fx.Graph) -> list[tuple[Tensor, int]]:
+    """The tensors of a graph's output, each with its bytes for a mini-batch."""
     output = graph.output_node()
     copies = {
         id(tensor): count
         for node in output.all_input_nodes
         for tensor, count in zip(tensors_of(node.meta[VALUE]), copies_of(node), strict=True)
     }
-    given = tensors_of(_output(graph))
-    sizes = [tensor_bytes(tensor) * copies[id(tensor)] for tensor in given]
-    times = sum(sizes) / (saved.output_bytes or 1)
+    return [(t, tensor_bytes(t) * copies[id(t)]) for t in tensors_of(output_of(graph))]
+
+
+def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
+    """The memory that a loss takes for a mini-batch beside what the last stage saves. ``graph`` is
+    the model graph, which has been cut, with costs. None: nothing is known of the loss."""
+    if saved is None:
+        return LossMemory()
+    given = _output_sizes(graph)
+    times = sum(size for _, size in given) / (saved.output_bytes or 1)
+    kept = [given[i] for i in saved.outputs]
     nodes = list(stage_nodes(graph))
     last = max(node.meta[STAGE] for node in nodes)
     known = {
@@ -244,26 +296,26 @@ def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
         for memory, _ in node.meta.get(SAVED, ())
     }
     return LossMemory(
-        times * saved.others + sum(sizes[i] for i in saved.outputs),
-        sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
+        times * saved.others + sum(size for _, size in kept),
+        sum(size for tensor, size in kept if memory_of(tensor) in known),
         times * saved.gradients,
     )
 
 
-def _most_in_backward(value: Any, output: Any) -> int:
-    """The most bytes that a loss's backward makes, on tensors without values; 0 if it has none, or
-    does not run on these. What the loss has saved is there afterwards."""
+def _backward(value: Any, output: Any) -> Load:
+    """The work of a loss's backward, on tensors without values; none if it has none, or does not
+    run on these. What the loss has saved is there afterwards."""
     wanted = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     if not wanted or not isinstance(value, Tensor) or value.grad_fn is None or value.numel() != 1:
-        return 0
+        return Load()
     try:
         with Counting(load := Load()):
             torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
     except Exception as error:  # a user's backward may raise anything on fake tensors
         if not is_the_models(error):
             raise
-        return 0
-    return load.memory
+        return Load()
+    return load
 
 
 def _most_gradients(value: Tensor) -> int:

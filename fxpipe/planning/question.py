@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxpipe.ir._torch import LazyGraphModule
@@ -23,6 +24,7 @@ from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.joint import CutWithWays, JointSearch
 from fxpipe.planning.lanes import CutModel, PlannedLanes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
+from fxpipe.planning.loss_timer import MeasuredLoss
 from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
@@ -167,17 +169,28 @@ def costed(
 
 
 def saved_by_loss(
-    prices: CostedModel, loss_fn: Callable[[Any, Any], Any] | None, target: Any
+    prices: CostedModel,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    target: Any,
+    rows: tuple[int, int] | None = None,
 ) -> SavedByLoss | None:
-    """What the loss saves of the output of a model; None, with a warning, if nobody can know it,
-    and without one if there is no loss function, or no target."""
+    """What the loss saves of the output of a model, and how long it takes; None, with a warning, if
+    nobody can know it, and without one if there is no loss function, or no target.
+
+    ``rows``: those of the mini-batch, and of a micro-batch, where times are to be measured.
+    """
     if loss_fn is None or target is None:
         return None
-    found = ExpectedLoss(loss_fn, target, prices.rebuild).saved(prices.sketched.graph)
+    expected = ExpectedLoss(loss_fn, target, prices.rebuild)
+    found = expected.saved(prices.sketched.graph)
     if isinstance(found, str):
         warn(f"the plan does not count what the loss saves: {found}")
         return None
-    return found
+    if rows is None:
+        return found
+    device = next((each.device for each in prices.model.parameters()), torch.device("cpu"))
+    measured = MeasuredLoss(expected, rows, device, prices.context.spec)
+    return measured(found, prices.sketched.graph)
 
 
 def _shortage(plan: Plan) -> str:

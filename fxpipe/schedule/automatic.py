@@ -363,7 +363,7 @@ class _ScheduleSearch:
         follow each other, for each stage whose whole backward takes no longer than its halves."""
         assert self.best is not None
         for stage, cost in enumerate(self.problem.world.costs):
-            if cost.seconds(Kind.BACKWARD) <= (cost.backward_input + cost.weight_grad) * SLACK:
+            if cost.seconds(Kind.BACKWARD) <= cost.halves * SLACK:
                 yield joined_at(self.best[0], {stage})
 
 

@@ -38,7 +38,7 @@ def rules(problem: SchedulingProblem) -> Iterator[Rule]:
     """The rules to try: first those that keep little, last those that may use all the room."""
     several = any(len(own) > 1 for own in problem.own)
     costs = problem.world.costs
-    is_split_dear = any(c.seconds(Kind.BACKWARD) < c.backward_input + c.weight_grad for c in costs)
+    is_split_dear = any(c.seconds(Kind.BACKWARD) < c.halves for c in costs)
     halves = [True, False] if is_split_dear else [True]
     for room, forward, deep, patience, halved in product(
         _rooms(problem),

@@ -134,9 +134,7 @@ class SchedulingProblem:
 
     def backward(self, stage: int) -> float:
         """The fewest seconds for which a backward occupies its lane, whole or in two halves."""
-        seconds = self.world.seconds
-        halves = seconds(stage, Kind.BACKWARD_INPUT) + seconds(stage, Kind.WEIGHT_GRAD)
-        return min(seconds(stage, Kind.BACKWARD), halves)
+        return min(self.world.seconds(stage, Kind.BACKWARD), self.world.costs[stage].halves)
 
     def is_halved(self, stage: int) -> bool:
         """Whether a stage's backward has a second half, which can be put off."""

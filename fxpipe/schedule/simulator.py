@@ -8,6 +8,9 @@ Activations that wait in the host's memory leave as soon as their forward has en
 when the schedule says so; the backward waits for them. A lane begins no forward while those of two
 micro-batches are still on their way to the host.
 
+A last stage computes the loss at the end of its forward, and begins its backward with that of the
+loss, if costs say how long these take. They are spans of their own, as in a measured timeline.
+
 When the last action of a stage has ended, its lane steps the parameters of the stage, if costs say
 how long that takes.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.held import Series, held_over_time
@@ -31,6 +35,8 @@ HOST = -1  # stands for the host, where events and links have the numbers of sta
 UPDATED = -2  # stands for the parameters of an action's stage, which the optimizer has stepped
 OPTIMIZER = "optimizer"
 """The name of the spans in which a lane steps the parameters of a stage."""
+LOSS, LOSS_BACKWARD = "loss", "loss backward"
+"""The names of the spans in which a lane computes the loss, and its backward."""
 AT_ONCE = 2
 """How many micro-batches' activations may be on their way from a lane to the host while it begins
 a forward: as the runtime has it, the lane's thread waits for those of the micro-batch before."""
@@ -198,8 +204,20 @@ class Run:
             if self._free[lane] and (action := self._choose(self, lane)) is not None:
                 end = self.now + self.seconds(action)
                 self._free[lane] = False
-                self.spans.append(Span(lane, self.now, end, action))
+                self.spans += self._spans(Span(lane, self.now, end, action), action)
                 self._push(end, action, None)
+
+    def _spans(self, whole: Span, action: Action) -> list[Span]:
+        """The span of an action, and that of the loss or its backward, which is part of it."""
+        cost, start, end = self.world.costs[action.stage], whole.start, whole.end
+        if cost.loss and action.kind is Kind.FORWARD:
+            between = end - cost.loss
+            return [replace(whole, end=between), Span(whole.lane, between, end, None, LOSS)]
+        if cost.loss_backward and action.kind.begins_backward:
+            between = start + cost.loss_backward
+            loss = Span(whole.lane, start, between, None, LOSS_BACKWARD)
+            return [loss, replace(whole, start=between)]
+        return [whole]
 
     def _push(self, time: float, action: Action | None, target: int | None) -> None:
         self._arrivals += 1

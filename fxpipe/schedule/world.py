@@ -28,7 +28,9 @@ class StageCost:
     micro-batch moves to the host's memory and back, in place of being run again, and
     ``offloaded_tensors`` the number of tensors that have these, each of which is a copy of its own.
     ``update`` is for the optimizer's step of the stage's parameters, once in a step, when all its
-    actions are done.
+    actions are done. ``loss`` is for the loss, which a last stage computes at the end of a forward,
+    and ``loss_backward`` for that of the loss, with which its backward begins; the other fields do
+    not count these.
 
     Raises ValueError if a number is negative or not finite.
     """
@@ -42,23 +44,30 @@ class StageCost:
     offloaded: float = 0.0
     offloaded_tensors: int = 1
     update: float = 0.0
+    loss: float = 0.0
+    loss_backward: float = 0.0
 
     def __post_init__(self) -> None:
-        given = [*map(self.seconds, Kind), self.update]
+        given = [*map(self.seconds, Kind), self.update, self.loss, self.loss_backward]
         if not all(math.isfinite(seconds) and seconds >= 0 for seconds in given):
             raise ValueError(f"{self}: give seconds, 0 or more")
 
     def seconds(self, kind: Kind) -> float:
-        """The seconds that an action of this kind takes."""
+        """The seconds that an action of this kind takes, with those of the loss."""
         if kind is Kind.FORWARD:
-            return self.forward
+            return self.forward + self.loss
         if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input
+            return self.backward_input + self.loss_backward
         if kind is Kind.WEIGHT_GRAD:
             return self.weight_grad
         if kind is Kind.RECOMPUTE:
             return self.recompute
-        return self.backward_input + self.weight_grad if self.backward is None else self.backward
+        return self.halves if self.backward is None else self.backward + self.loss_backward
+
+    @property
+    def halves(self) -> float:
+        """The seconds that a backward takes in two halves, with those of the loss."""
+        return self.seconds(Kind.BACKWARD_INPUT) + self.seconds(Kind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class MeasuredCost:
         end = time.perf_counter() + self.budget_s
         console = Console(stderr=True)  # standard output may be redirected to a file
         progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        as_it_runs = _as_it_was(gm, device), _intra_op_threads(self.threads), users_precision()
+        as_it_runs = _as_it_was(gm, device), intra_op_threads(self.threads), users_precision()
         with ExitStack() as stack:
             for each in (*as_it_runs, progress):
                 stack.enter_context(each)
@@ -292,7 +292,7 @@ def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None
 
 
 @contextmanager
-def _intra_op_threads(count: int | None) -> Iterator[None]:
+def intra_op_threads(count: int | None) -> Iterator[None]:
     """Inside the ``with`` block kernels of the CPU run with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)

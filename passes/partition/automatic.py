@@ -222,7 +222,7 @@ def posed(
         in_order=spec.in_order,
     )
     if spec.objective != "time":  # bytes or FLOPs cannot be compared with the seconds of links
-        target = replace(target, bandwidth=None, latency=None)
+        target = replace(target, bandwidth=None, latency=None, more=None)
     if found.dag.size < target.stages:
         raise PartitionError(
             f"{target.stages} stages asked for, but the model can be cut into {found.dag.size}, no "

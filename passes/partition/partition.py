@@ -80,6 +80,8 @@ class Partition:
         limit: seconds that the slowest stage of an automatic cut may take for a mini-batch.
         is_tightest: whether an automatic cut is the one whose fullest device is least full, however
             slow it is, and whether it fits or not.
+        loss: gives, for the graph, the seconds that the loss of a mini-batch and its backward take
+            in the last stage. None: no time.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -99,6 +101,7 @@ class Partition:
     beside: Beside = ()
     limit: float = math.inf
     is_tightest: bool = False
+    loss: Callable[[fx.Graph], float] | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -136,7 +139,7 @@ class Partition:
                 )
             return replace(self, devices=spec.specs)._automatic(gm, spec)
         if self.is_tightest:
-            found, target, pins = posed(gm.graph, self._machine, spec, self.devices)
+            found, target, pins = posed(gm.graph, self._machine(gm.graph), spec, self.devices)
             return found.labels(least_full(found, target, pins))
         try:
             found, cut = self.solved(gm.graph, spec)
@@ -151,10 +154,9 @@ class Partition:
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[CutProblem, Cut]:
         """The automatic cut of a model graph with costs."""
-        return automatic(graph, self._machine, spec, self.devices, self.effort, self.limit)
+        return automatic(graph, self._machine(graph), spec, self.devices, self.effort, self.limit)
 
-    @property
-    def _machine(self) -> Machine:
+    def _machine(self, graph: fx.Graph) -> Machine:
         return machine(
             self.devices or self.stages,
             chunks=self.chunks,
@@ -163,12 +165,13 @@ class Partition:
             placement=self.placement,
             segments=self.segments,
             beside=self.beside,
+            loss=self.loss(graph) if self.loss else 0.0,
         )
 
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:
         """Whether some cut fits into memory; to say so takes less time than the fastest cut."""
         try:
-            found, target, pins = posed(graph, self._machine, spec, self.devices)
+            found, target, pins = posed(graph, self._machine(graph), spec, self.devices)
         except PartitionError:  # the model has fewer nodes than stages
             return False
         return can_fit(found.dag, target, pins, self.effort)
@@ -176,7 +179,7 @@ class Partition:
     def shortage(self, graph: fx.Graph, spec: Auto) -> str:
         """A sentence that says how much memory is missing on which device, as
         :func:`passes.partition.automatic.shortage` writes it."""
-        return shortage(*posed(graph, self._machine, spec, self.devices))
+        return shortage(*posed(graph, self._machine(graph), spec, self.devices))
 
     def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
         """A sentence that says which other options, or how many devices, would make the model

@@ -144,6 +144,7 @@ def machine(
     placement: Sequence[int] | None = None,
     segments: Segments = 1,
     beside: Beside = (),
+    loss: float = 0.0,
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
 
@@ -166,6 +167,7 @@ def machine(
         segments: as ``checkpoint_segments`` of :func:`fxpipe.compile`.
         beside: for each way of the machine, the bytes that each stage needs beside those that it is
             known to keep. Empty: none.
+        loss: the seconds that the loss of a mini-batch and its backward take in the last stage.
     """
     k = devices if isinstance(devices, int) else len(devices)
     specs = () if isinstance(devices, int) else devices
@@ -184,10 +186,11 @@ def machine(
         again = np.array([recomputed(mode, chunks) for mode in own]) - is_selective
         _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
         products = is_selective * np.asarray(under_way) / chunks
-        more = np.asarray(beside[i]) if beside else 0.0
-        found.append(Way(held, received, again, moving, is_selective, products, more))
+        needed = np.asarray(beside[i]) if beside else 0.0
+        found.append(Way(held, received, again, moving, is_selective, products, needed))
+    more = np.array([0.0] * (k - 1) + [loss])
     if isinstance(devices, int):
-        return Machine(k, ways=tuple(found))
+        return Machine(k, ways=tuple(found), more=more)
     where = np.arange(k) if placement is None else np.asarray(placement)
     is_here = where[:, None] == where
     bandwidth = np.array(
@@ -205,6 +208,7 @@ def machine(
         ways=tuple(found),
         apart=np.where(is_here, 0.0, 1.0),
         host=np.array([1 / rate if rate else 0.0 for rate in hosts]),
+        more=more,
     )
 
 

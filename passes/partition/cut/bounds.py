@@ -20,16 +20,16 @@ PRECISION = 1e-6
 
 def lower_bound(dag: Dag, machine: Machine) -> float:
     """Seconds that the slowest stage of any cut takes at least."""
-    rows = machine.fastest(dag)
+    rows, more = machine.fastest(dag), np.asarray(machine.more)
     low = least_share(dag, machine)
     sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
     is_atom = np.array(_atoms(dag), dtype=bool)
-    high = max(low, float(rows.sum(axis=1).min()))
-    if _fits(sums, is_atom, low * (1 + PRECISION)):
+    high = max(low, float((rows.sum(axis=1) + more).min()))
+    if _fits(sums, more, is_atom, low * (1 + PRECISION)):
         return low
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
-        if _fits(sums, is_atom, middle):
+        if _fits(sums, more, is_atom, middle):
             high = middle
         else:
             low = middle
@@ -40,11 +40,12 @@ def least_share(dag: Dag, machine: Machine) -> float:
     """Seconds that the busiest of several lanes works at least, whatever parts of the graph each of
     them has: it is the larger one of the first two bounds. The stages of ``machine`` are the lanes.
     """
-    rows = machine.fastest(dag)
-    return max(_shared_out(rows), float(rows.min(axis=0).max(initial=0.0)))
+    rows, more = machine.fastest(dag), np.asarray(machine.more)
+    heaviest = float(rows.min(axis=0).max(initial=0.0))
+    return max(_shared_out(rows, more), heaviest, float(more.max()))
 
 
-def _shared_out(rows: Floats) -> float:
+def _shared_out(rows: Floats, more: Floats) -> float:
     """The bound that the total work sets, if it can be divided freely among the stages.
 
     For any weights of the stages that sum to one, the sum over nodes of the least weighted time
@@ -55,7 +56,7 @@ def _shared_out(rows: Floats) -> float:
     if not totals.min() > 0:
         return 0.0
     speed = (1 / totals) / (1 / totals).sum()
-    return float((rows * speed[:, None]).min(axis=0).sum())
+    return float((rows * speed[:, None]).min(axis=0).sum() + speed @ more)
 
 
 def _atoms(dag: Dag) -> list[bool]:
@@ -78,15 +79,16 @@ def _atoms(dag: Dag) -> list[bool]:
     return [a and b for a, b in zip(reaches, needs, strict=True)]
 
 
-def _fits(sums: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
+def _fits(sums: Floats, more: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
     """Whether the row of atoms and fluid fits into the stages, if none takes longer than ``limit``.
 
-    ``sums[s, i]``: the seconds that the nodes before the i-th take on stage s.
+    ``sums[s, i]``: the seconds that the nodes before the i-th take on stage s; ``more[s]``: those
+    that the stage takes beside.
     """
     n = len(is_atom)
     node, part = 0, 0.0  # how far the stages so far have come: into this node, by this fraction
-    for row in sums:
-        end = row[node] + part * (row[node + 1] - row[node]) + limit
+    for row, beside in zip(sums, more, strict=True):
+        end = row[node] + part * (row[node + 1] - row[node]) + limit - beside
         node = int(np.searchsorted(row, end, side="right")) - 1
         if node >= n:
             return True

@@ -181,6 +181,7 @@ class Machine:
         apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
         host: ``[k]``: the seconds that a byte takes to the host's memory, or back, over links that
             are used for nothing else. None: no time.
+        more: ``[k]``: the seconds that a stage takes beside those of its nodes. None: none.
     """
 
     stages: int
@@ -190,6 +191,7 @@ class Machine:
     ways: tuple[Way, ...] = (Way(),)
     apart: Floats | None = None
     host: Floats | None = None
+    more: Floats | None = None
 
     def __post_init__(self) -> None:
         k = self.stages
@@ -199,6 +201,7 @@ class Machine:
             "memory": np.full(k, np.inf),
             "apart": np.ones((k, k)),
             "host": np.zeros(k),
+            "more": np.zeros(k),
         }
         for name, default in defaults.items():
             given = getattr(self, name)
@@ -319,7 +322,8 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     link, taken_in = np.zeros(k), np.zeros(k)
     sent = 0.0
     labels: list[int] = label.tolist()
-    assert machine.apart is not None and machine.memory is not None
+    assert machine.apart is not None and machine.memory is not None and machine.more is not None
+    once += machine.more
     for kept in dag.kept:
         for s in {labels[node] for node in kept.nodes} - {OUTSIDE}:
             saved[s] += kept.size

@@ -73,6 +73,7 @@ class Search:
     def __post_init__(self) -> None:
         self.bits = self.family.astype(np.float64)
         self.fastest = self.machine.fastest(self.dag)  # [stage, node]
+        self.more = np.asarray(self.machine.more)  # [stage]
         self.weights = self.bits @ self.fastest.T  # [downset, stage]
         self.forward = self.bits @ self.dag.forward.T  # [downset, row]
         self.again = self.bits @ self.dag.again.T
@@ -189,6 +190,7 @@ class Search:
         """The seconds of a stage between the downsets ``[first, then]``, inf where there can be no
         such stage; and whether the stage is possible within the limit."""
         compute = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
+        compute += self.more[stage]
         can = compute <= limit * (1 + EQUAL)
         can &= self.count[first][:, None] < self.count[then][None, :]
         can &= self._are_within(first, then)
@@ -293,6 +295,7 @@ class Search:
             takes = m.again[way, stage] * forward + m.selective[way, stage] * again - least
             if by_host[way]:
                 weights = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
+                weights += self.more[stage]
                 takes = np.maximum(takes, by_host[way] * saved - weights)
             found = np.where(fits, np.minimum(found, takes), found)
             if not (can & (found > 0)).any():

@@ -10,9 +10,10 @@ from fxpipe.inspect.against import against, factor, is_off, microbatches_of
 from fxpipe.schedule import Span, StageCost, Timeline, named, simulate
 
 
-def step(*seconds: float, chunks: int = 2) -> Timeline:
-    """A step whose stages take so long for the forward of a micro-batch."""
+def step(*seconds: float, chunks: int = 2, loss: float = 0.0) -> Timeline:
+    """A step whose stages, and loss, take so long for the forward of a micro-batch."""
     costs = [StageCost(each, each, each) for each in seconds]
+    costs[-1] = replace(costs[-1], loss=loss)
     return simulate(named("gpipe", lanes=len(seconds), microbatches=chunks), costs)
 
 
@@ -61,7 +62,10 @@ def test_the_loss_is_said_by_itself():
     measured = replace(one, spans=(*one.spans, Span(1, 0.0, 2e-3, None, "loss")))
     assert factor(one, measured) == pytest.approx(1), "the loss is no work of a stage"
     *_, last = against(one, measured, one, ["cuda:0", "cuda:1"])
-    assert "The loss and its backward, which no prediction counts, take 2.0 ms." in last
+    assert "The loss and its backward take 2.0 ms, of which the prediction knows nothing: " in last
+    predicted = step(1e-3, 1e-3, loss=0.5e-3)
+    *_, last = against(predicted, measured, predicted, ["cuda:0", "cuda:1"])
+    assert last == ("The loss and its backward take 2.0 ms, 2 times the 1.0 ms that are predicted.")
 
 
 def test_micro_batches_are_counted():

@@ -1,4 +1,5 @@
-"""What a loss saves for its backward is part of the memory that decides where a model is cut."""
+"""What a loss saves for its backward is part of the memory that decides where a model is cut, and
+its time is part of that of the last stage."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.ir.devices import CPU_CORE
 from fxpipe.trace.errors import source_line
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 
@@ -211,3 +213,78 @@ def test_a_plan_takes_a_loss_with_its_target():
         plan(loss_fn=lambda output, y: float(y.max()), example_target=LABELS)
     with pytest.raises(ValueError, match="example_target is given, but no loss_fn"):
         compiled(loss_fn=None)
+
+
+def seconds_of_loss(timeline):
+    """The seconds of the spans of the loss, and of its backward."""
+    spans = [span for span in timeline.spans if span.action is None]
+    names = "loss", "loss backward"
+    return [[span.seconds for span in spans if span.name == name] for name in names]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_the_time_of_a_loss_is_that_of_the_bytes_that_it_reads_and_writes(schedule):
+    with compiled(example_inputs=(TOKENS,), schedule=schedule) as pipe:
+        forwards, backwards = seconds_of_loss(pipe.timeline())
+    assert len(forwards) == len(backwards) == 4
+    # Logits are read and their logarithms written; then these are read, and gradients of both are
+    # written and read.
+    assert forwards[0] >= 2 * LOGITS / 4 / CPU_CORE.bytes_per_s
+    assert backwards[0] >= 3 * LOGITS / 4 / CPU_CORE.bytes_per_s
+    assert len(set(map(round_to_ns, forwards))) == 1
+    with compiled(example_inputs=(TOKENS,), example_target=None, schedule=schedule) as pipe:
+        assert seconds_of_loss(pipe.timeline()) == [[], []]
+
+
+def round_to_ns(seconds):
+    return round(seconds * 1e9)
+
+
+class Layers(nn.Module):
+    """Eight layers of one size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+MATRIX = torch.randn(64, 64)
+
+
+def two_layers_more(output, target):
+    """As much work as two further layers have, forward and backward (but for gradients of the
+    parameters, which are a third of a layer's work)."""
+    return F.mse_loss(output @ MATRIX @ MATRIX @ MATRIX, target)
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_the_last_stage_has_fewer_layers_where_it_computes_a_dear_loss(memory):
+    x = torch.randn(512, 64)
+    for target, last in (None, 4), (x, 3):
+        with compiled(
+            memory, Layers(), two_layers_more, example_inputs=(x,), example_target=target
+        ) as pipe:
+            assert len(list(pipe.stages[1].module.parameters())) == 2 * last
+
+
+def test_a_plan_has_the_last_stage_do_less_where_it_computes_a_dear_loss():
+    x = torch.randn(512, 64)
+    options = {"example_inputs": (x,), "chunks": 4}
+    loss = {"loss_fn": two_layers_more, "example_target": x}
+    without, counted = (
+        fxpipe.plan(Layers(), [FREE_LINKS] * 2, **options, **more) for more in ({}, loss)
+    )
+    assert [len(plan.stages[1].nodes) for plan in (without, counted)] == [4, 3]
+    assert counted.stages[1].compute_s > 3 / 4 * without.stages[1].compute_s
+    assert counted.seconds > without.seconds
+
+
+def test_of_a_graph_of_one_micro_batch_the_loss_takes_as_long():
+    times = []
+    for model in Language(), OneSize():
+        with compiled(example_inputs=(TOKENS,), model=model, tracer="export") as pipe:
+            times.append([sum(each) for each in seconds_of_loss(pipe.timeline())])
+    assert times[0] == pytest.approx(times[1], rel=1e-3), "but for scalars, such as the loss"

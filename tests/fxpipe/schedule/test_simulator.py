@@ -388,3 +388,30 @@ def test_an_optimizer_needs_memory_while_it_steps():
 def test_the_time_of_an_optimizer_is_some_seconds(update):
     with pytest.raises(ValueError, match="give seconds, 0 or more"):
         StageCost(1, 1, update=update)
+
+
+@pytest.mark.parametrize("schedule, backward", [("gpipe", 4), ("zb_h1", 3)])
+def test_the_last_stage_computes_the_loss_behind_its_forward_and_ahead_of_its_backward(
+    schedule, backward
+):
+    """::
+
+    lane 0   F0 ..............................................  B0
+    lane 1      F0 (2) loss (5) loss backward (3) B0 or I0, W0
+    """
+    order = named(schedule, lanes=2, microbatches=1)
+    costs = [StageCost(1, 1, 1), StageCost(2, 3, 1, loss=5, loss_backward=3)]
+    found = [(str(s), s.start, s.end) for s in simulate(order, costs).of_lane(1)]
+    assert found[:4] == [
+        ("1F0", 1, 3),
+        ("loss", 3, 8),
+        ("loss backward", 8, 11),
+        ("1B0" if backward == 4 else "1I0", 11, 11 + backward),
+    ]
+
+
+def test_what_is_run_again_comes_between_the_loss_and_its_backward():
+    costs = [UNIT, StageCost(1, 1, 1, recompute=4, checkpointed=1, loss=1, loss_backward=2)]
+    timeline = simulate(named("gpipe", lanes=2, microbatches=1), costs)
+    assert [s.seconds for s in timeline.of_lane(1)] == [1, 1, 4, 2, 2]
+    assert [str(s) for s in timeline.of_lane(1)] == ["1F0", "loss", "1R0", "loss backward", "1B0"]

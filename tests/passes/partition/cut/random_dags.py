@@ -96,7 +96,14 @@ def random_case(rng: random.Random) -> Case:
             ways = [replace(way, beside=b) for way, b in zip(ways, bytes_of, strict=True)]
         options["ways"] = tuple(ways)
     pins = {rng.randrange(n): rng.randrange(k)} if rng.random() < 0.15 else {}
+    if rng.random() < 0.3:
+        options["more"] = random_more(rng, k)
     return Case(dag, Machine(k, **options), pins)
+
+
+def random_more(rng: random.Random, k: int) -> np.ndarray:
+    """Seconds that stages take beside those of their nodes."""
+    return np.array([rng.choice([0.0, 0.0, 3.0, 20.0]) for _ in range(k)])
 
 
 def labellings(case: Case) -> Iterator[tuple[int, ...]]:
@@ -154,7 +161,7 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     slowest, fits = 0.0, True
     for s in range(k):
         room = [
-            seconds[s] + of["again"][s] * forward[s] + of["selective"][s] * again[s]
+            m.more[s] + seconds[s] + of["again"][s] * forward[s] + of["selective"][s] * again[s]
             for of in ({f.name: way.of(f.name, k) for f in fields(way)} for way in m.ways)
             if fixed[s]
             + of["held"][s] * saved[s]

@@ -7,7 +7,7 @@ import pytest
 
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Dag, Machine, Value
-from tests.passes.partition.cut.random_dags import Case, costs, labellings, random_dag
+from tests.passes.partition.cut.random_dags import Case, costs, labellings, random_dag, random_more
 
 
 def row(*seconds: float) -> Dag:
@@ -39,12 +39,18 @@ def test_faster_stages_take_more():
     )
 
 
+def test_what_a_stage_takes_beside_its_nodes_counts():
+    assert lower_bound(row(*[1.0] * 8), Machine(2, more=[0, 2])) == pytest.approx(5)
+    assert lower_bound(row(*[1.0] * 8), Machine(2, more=[0, 20])) == 20
+    assert lower_bound(row(3, 3), Machine(2, more=[0, 2])) == pytest.approx(5), "not 4"
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_no_cut_is_better(seed):
     rng = random.Random(seed)
     k = rng.randint(2, 4)
     dag = random_dag(rng, rng.randint(k, 8), edges=rng.choice([0.5, 2.0]), rows=rng.choice([1, k]))
-    case = Case(dag, Machine(k))
+    case = Case(dag, Machine(k, more=rng.choice([None, random_more(rng, k)])))
     best = min(costs(case, labels)[0] for labels in labellings(case))
     assert lower_bound(dag, case.machine) <= best * (1 + 1e-9)
 
