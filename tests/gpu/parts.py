@@ -1,5 +1,5 @@
 """The list of the parts, in the order in which they run: the ones that show whether anything works
-come first."""
+come first, and the one that takes longest is the last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ PARTS = (
     Part("lanes", "lanes against the loop, large stages", "tests.gpu.times:lanes", 40),
     Part("inputs", "inputs pageable, pinned, on the device", "tests.gpu.times:inputs", 30),
     Part("memory", "memory against chunks and predicted", "tests.gpu.times:memory", 60),
-    Part("predicted", "memory and time as predicted", "tests.gpu.predicted:predicted", 420),
     Part(
         "sanitizer",
         "PyTorch's CUDA sanitizer finds nothing",
@@ -47,4 +46,5 @@ PARTS = (
     Part("links", "bandwidth between GPUs, both ways", "tests.gpu.several:links", 30, devices=2),
     Part("triton", "a Triton stage on the second GPU", "tests.gpu.several:triton", 40, devices=2),
     Part("speed", "speed-up against m / (m + s - 1)", "tests.gpu.several:speed_up", 60, devices=2),
+    Part("predicted", "memory and time as predicted", "tests.gpu.predicted:predicted", 420),
 )
