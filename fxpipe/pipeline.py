@@ -20,8 +20,9 @@ import graphviz  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.compiler.brief import brief
 from fxpipe.compiler.compilations import Compilations
-from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.no_loss import NoLoss
@@ -33,7 +34,7 @@ from fxpipe.inspect.views import Views
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
-from fxpipe.ir.options import meant, options_of
+from fxpipe.ir.options import note_misnamed, options_of
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.tensors import tensors_of
@@ -106,6 +107,7 @@ class Pipeline(ModelProxy):
 
     @_LikeTheModels
     @_opaque
+    @brief
     @call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch. It has no
@@ -175,6 +177,7 @@ class Pipeline(ModelProxy):
         return output
 
     @_opaque
+    @brief
     @call
     def step(
         self,
@@ -249,13 +252,7 @@ class Pipeline(ModelProxy):
         optimizers = self._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         accumulate = count("accumulate", accumulate, "the number of steps that are accumulated")
-        try:
-            unrolled, values = self._runner.ready_to_step(args, kwargs, target)
-        except TypeError as error:
-            for name in kwargs:
-                if near := meant(name, options_of(self.step)):
-                    error.add_note(f"{name}= is given to the model: did you mean {near}=?")
-            raise
+        unrolled, values = self._ready_to_step(self.step, args, kwargs, target)
         last = self._runner.options.devices[-1]
         scale = None if accumulate == 1 else torch.full((), 1 / accumulate, device=last)
         if scaler is not None:
@@ -277,6 +274,21 @@ class Pipeline(ModelProxy):
             stepping.finish(scaler)
         self.__dict__.update(losses=losses, grad_norm=norm)
         return total  # type: ignore[no-any-return]
+
+    def _ready_to_step(
+        self,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+    ) -> tuple[Unrolled, list[Any]]:
+        """The program of a step, and its values. ``method`` has been called for it, and gives to
+        the model what is no argument of its own, also where that is misspelled."""
+        try:
+            return self._runner.ready_to_step(args, kwargs, target)
+        except TypeError as error:
+            note_misnamed(error, self.module.forward, kwargs, options_of(method))
+            raise
 
     def _after_a_failed_step(self, error: BaseException, frees: bool) -> None:
         """Free the gradients of the micro-batches that were done, which the next step would train
@@ -334,6 +346,7 @@ class Pipeline(ModelProxy):
         ``torch.nn.utils.clip_grad_norm_``. Returns the norm that they had."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
+    @brief
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
         """Run a few training steps, measure what each lane does and when, and return the step whose
         duration is the median. Of a pipeline without training, calls are run in place of steps.
@@ -348,7 +361,7 @@ class Pipeline(ModelProxy):
         rounds = count("rounds", rounds, "the number of steps to measure")
         if self._runner.options.training:
             try:
-                unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+                unrolled, values = self._ready_to_step(self.measure, args, kwargs, target)
             except NoLoss as error:
                 error.add_note(
                     "measure() measures a training step; to measure calls, compile the model with "
@@ -380,6 +393,7 @@ class Pipeline(ModelProxy):
 
     # ------------------------------------------------------------------ compiling, loading, closing
 
+    @brief
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
         self._runner.ready(args, kwargs)

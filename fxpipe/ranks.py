@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
+from fxpipe.compiler.brief import brief
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.compiler import RankCompiler
 from fxpipe.compiler.ranks.runner import RankRunner
@@ -72,6 +73,7 @@ class RankPipeline(Pipeline):
             "process, as compile(model, devices, training=False)"
         )
 
+    @brief
     @call
     def forward(self, *args: Any, broadcast: bool = False, **kwargs: Any) -> Any:
         """Run the model's forward. The rank of the last stage gets the output, others get None.

@@ -30,6 +30,7 @@ from fxpipe.compiler.loss import Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
+from fxpipe.ir.errors import Unsupported
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
@@ -43,7 +44,7 @@ from fxpipe.meaning.numbers_read import (
     buffers_read,
     sizes_of,
 )
-from fxpipe.meaning.sample import out_of_inference_mode
+from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
@@ -276,6 +277,12 @@ class Compiler(LaterChecks):
         else:
             meaning = entry.meaning_for(Structure.of(inputs)[0])
             remember_dims(self.model, some, named, self.options.in_dims, meaning.in_dims)
+        if batch_size(Structure.of(inputs)[0], meaning.in_dims) == 0:
+            raise Unsupported(
+                "this mini-batch has no rows, and a model is compiled with the rows of its first "
+                "call: give one with two rows or more first, or as example_inputs; empty ones are "
+                "taken after that"
+            )
         call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
         mode = self.cache.mode(call)
         if mode is not None:  # found now that the batch dimensions are known

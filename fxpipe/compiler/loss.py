@@ -24,7 +24,7 @@ from fxpipe.runtime.random import alone
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
 
-MOST_SHAPES = 4  # of an output or a target that are named in a note
+MOST_PARTS = 4  # of an output or a target that are named in a note
 
 
 class Loss(nn.Module):
@@ -66,7 +66,9 @@ class Loss(nn.Module):
             with alone():
                 return self.call(output, whole)  # type: ignore[misc]
         except Exception as error:
-            error.add_note(_without_target("loss_fn") if whole is None else _given(output, whole))
+            if whole is None:
+                error.add_note(_without_target("loss_fn"))
+            error.add_note(_given(output, whole))
             raise
 
 
@@ -79,22 +81,28 @@ def _without_target(function: str) -> str:
 
 def _given(output: Any, target: Any) -> str:
     """What a ``loss_fn`` that has failed was given, as the caller sees the mini-batch only."""
+    of_target = "" if target is None else f", and the target is {_shown(target)}"
     return (
-        "in fxpipe: loss_fn is called for each micro-batch; here with an output of "
-        f"{_shapes(output)} and a target of {_shapes(target)}{_keys(target)}"
+        "in fxpipe: loss_fn is called for each micro-batch; here the output is "
+        f"{_shown(output)}{of_target}"
     )
 
 
-def _keys(target: Any) -> str:
-    if not isinstance(target, Mapping) or not target:
-        return ""
-    return f", a dict with {', '.join(map(repr, target))}"
+def _shown(value: Any) -> str:
+    """A value in words: of a tensor its shape, of what has tensors in it their shapes, of a dict
+    its keys, too."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{key!r} {_part(each)}" for key, each in value.items()]
+    else:
+        parts = list(map(_part, value if isinstance(value, tuple | list) else tensors_of(value)))
+    several = [*parts[:MOST_PARTS], "..."] if len(parts) > MOST_PARTS else parts
+    return f"{kind(value)} with {', '.join(several)}" if parts else kind(value)
 
 
-def _shapes(value: Any) -> str:
-    shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(value)]
-    several = [*shapes[:MOST_SHAPES], "..."] if len(shapes) > MOST_SHAPES else shapes
-    return ", ".join(several) or kind(value)
+def _part(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else kind(value)
 
 
 class LossWeight(nn.Module):

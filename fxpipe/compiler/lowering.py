@@ -117,7 +117,7 @@ class Lowering:
     def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
         """The module that computes the weight of a micro-batch's loss, from its target or, where
         the model returns its loss, from its inputs."""
-        function = self.options.loss_weight
+        function = self.options.weighs
         if function is None or isinstance(function, str):
             return None
         if self.options.loss_fn is None or target is None:

@@ -18,7 +18,7 @@ from fxpipe.compiler.pickled import check_pickled
 from fxpipe.compiler.written import COMPILE, WrittenCall
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import DeviceSpec, spec_of
-from fxpipe.ir.given import check_call
+from fxpipe.ir.given import CalledByName, check_call
 from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import equal_parts, estimated_costs
@@ -217,6 +217,14 @@ class Options:
             named(self.schedule, lanes=lanes, stages=stages, microbatches=chunks)
 
     @property
+    def weighs(self) -> str | LossWeightFunction | None:
+        """``loss_weight`` as it is called: of a model that returns its loss, with the model's
+        arguments by their names."""
+        if callable(self.loss_weight) and self.loss_fn is None:
+            return CalledByName("loss_weight", self.loss_weight)
+        return self.loss_weight
+
+    @property
     def is_open(self) -> bool:
         """Whether the schedule or the number of micro-batches is still to be chosen."""
         return self.choice is None and (self.schedule == AUTO or self.searches_chunks)
@@ -350,9 +358,10 @@ def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device
             return tuple(torch.device(kind.type, i) for i in range(count))
         return (torch.device("cpu"),) * 2
     if not isinstance(devices, Sequence) or isinstance(devices, str):
+        is_cpu = str(devices).partition(":")[0] == "cpu"
         raise ValueError(
             f"devices is {devices!r}: give a list with one device for each lane, such as "
-            '["cuda:0", "cuda:1"]'
+            + ('["cpu", "cpu"]' if is_cpu else '["cuda:0", "cuda:1"]')
         )
     if not devices:
         raise ValueError("devices is empty: give one device for each lane, at least one")

@@ -20,6 +20,7 @@ from fxpipe.compiler.no_loss import refuse_no_loss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
+from fxpipe.ir.options import note_misnamed
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
 from fxpipe.meaning.sample import Sample
@@ -85,7 +86,11 @@ class Runner:
                 "keeps an order of its own: use torch.autograd.grad or "
                 "torch.autograd.functional, or the model itself, pipe.module"
             )
-        mode, values, chunks = self.compiler.ready(args, kwargs)
+        try:
+            mode, values, chunks = self.compiler.ready(args, kwargs)
+        except TypeError as error:
+            note_misnamed(error, self.compiler.model.forward, kwargs)
+            raise
         is_dual = is_forward_mode() and not transforms() and any(map(has_tangent, values))
         if is_dual and torch.is_grad_enabled():
             raise RuntimeError(

@@ -163,7 +163,7 @@ class Staging(ABC):
             options.out_dims,
             False if self.is_on_meta() else options.check,
             options.sizes,
-            options.loss_weight,
+            options.weighs,
             returns_loss=options.loss_fn is None,
             training=options.training,
             told=self._told,

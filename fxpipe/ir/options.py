@@ -13,6 +13,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+SYNONYMS = {
+    **dict.fromkeys(("microbatches", "micro_batches", "num_micro_batches"), "chunks"),
+    **dict.fromkeys(("num_microbatches", "n_microbatches", "n_micro_batches"), "chunks"),
+    **dict.fromkeys(("balance", "split_spec", "split_points"), "partition"),
+    **dict.fromkeys(("recompute", "activation_checkpointing"), "checkpoint"),
+    **dict.fromkeys(("args", "example_args", "mb_args"), "example_inputs"),
+    **dict.fromkeys(("kwargs", "mb_kwargs"), "example_kwargs"),
+}
+"""Names that other libraries, or people, have for options."""
+
+
 def meant(name: str, known: Iterable[str]) -> str | None:
     """The name that is most like a misspelled one; None if none is like it."""
     near = get_close_matches(name, list(known), 1)
@@ -23,9 +34,27 @@ def check_options(who: str, given: Iterable[str], taken: Collection[str]) -> Non
     """Raise TypeError if some of the options that are given are not taken; ``who`` takes them."""
     for name in given:
         if name not in taken:
-            near = meant(name, taken)
+            known = SYNONYMS.get(name)
+            near = known if known in taken else meant(name, taken)
             said = f"did you mean {near!r}?" if near else f"give some of {', '.join(taken)}"
             raise TypeError(f"{who} takes no option {name!r}: {said}")
+
+
+def note_misnamed(
+    error: TypeError, function: Callable[..., Any], given: Iterable[str], others: Iterable[str] = ()
+) -> None:
+    """Note on an error of a call which of the arguments that are given by their names the function
+    does not take, and which was probably meant: one of its own, or of ``others``."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in given:
+        if name not in parameters:
+            near = meant(name, [*parameters, *others])
+            if near:
+                error.add_note(f"{name}= is given to the model: did you mean {near}=?")
+            elif repr(name) not in str(error):
+                error.add_note(f"{name}= is given to the model, which takes no such argument")
 
 
 def options_checked(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

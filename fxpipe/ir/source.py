@@ -15,6 +15,7 @@ _OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'passes'}{os.sep}")
 _FOUND = find_spec("torch")
 _TORCH = _FOUND.submodule_search_locations if _FOUND is not None else None
 _OTHERS = (*(f"{folder}{os.sep}" for folder in _TORCH or ()), *_OURS)
+_LAYERS = tuple(os.path.join(folder, "nn", "") for folder in _TORCH or ())
 _DEMO = str(_HERE / "demo.py")
 _PYTHONS = f"{Path(os.__file__).parent}{os.sep}"
 _PACKAGES = ("fxpipe", "passes", "torch")
@@ -34,6 +35,12 @@ def is_of_a_model(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     return filename == _DEMO or not filename.startswith(_OTHERS)
+
+
+@cache
+def is_of_a_layer(filename: str) -> bool:
+    """Whether a file is of a layer of PyTorch's, and not of what calls layers."""
+    return filename.startswith(_LAYERS) and not filename.endswith(f"{os.sep}module.py")
 
 
 @cache

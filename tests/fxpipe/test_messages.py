@@ -292,7 +292,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(MLP(), ["cpu"] * 2)(BATCH[:0]),
             TraceError,
-            "the example batch is empty",
+            "this mini-batch has no rows, and a model is compiled with the rows of its first call",
         ),
     ],
 )

@@ -30,6 +30,13 @@ def test_a_misspelled_option_is_named_also_one_that_would_be_passed_on(given, na
     assert str(raised.value) == f"search takes no option {given!r}: did you mean {name!r}?"
 
 
+@pytest.mark.parametrize("given", ["microbatches", "num_microbatches", "micro_batches", "n_chunks"])
+def test_the_name_that_others_have_for_an_option_leads_to_it(given):
+    with pytest.raises(TypeError) as raised:
+        search("net", **{given: 4})
+    assert str(raised.value).endswith(": did you mean 'chunks'?")
+
+
 def test_an_option_like_no_other_gives_the_list():
     with pytest.raises(TypeError) as raised:
         search("net", color="blue")

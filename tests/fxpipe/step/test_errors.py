@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.schedule import Schedule
@@ -163,18 +164,64 @@ def test_where_the_target_of_a_loss_weight_has_been_forgotten_the_error_says_so(
 
 def test_where_a_loss_fails_the_error_says_what_it_was_given():
     """The caller sees the mini-batch, of which it is given a part."""
-    shapes = "an output of (1, 12) and a target of (1,), (1, 5)"
+    shapes = "the output is a tensor of shape (1, 12), and the target is a tuple with (1,), (1, 5)"
     pipe = compiled(loss_fn=lambda output, target: output @ target[1])
     with pipe, pytest.raises(RuntimeError) as caught:
         pipe.step(torch.randn(4, 12), target=(torch.randn(4), torch.randn(4, 5)))
-    assert f"called for each micro-batch; here with {shapes}" in caught.value.__notes__[0]
+    assert f"called for each micro-batch; here {shapes}" in caught.value.__notes__[0]
 
 
 def test_where_a_loss_asks_for_what_a_dict_lacks_the_error_names_its_keys():
     pipe = compiled(loss_fn=lambda output, target: (output - target["y"]).square().mean())
     with pipe, pytest.raises(KeyError) as caught:
         pipe.step(torch.randn(4, 12), target={"labels": torch.randn(4, 12), "mask": torch.ones(4)})
-    assert "a target of (1, 12), (1,), a dict with 'labels', 'mask'" in caught.value.__notes__[0]
+    said = "the target is a dict with 'labels' (1, 12), 'mask' (1,)"
+    assert said in caught.value.__notes__[0]
+
+
+class Heads(MLP):
+    """Returns its outputs in a dict."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "hidden": x}
+
+
+def test_where_a_loss_is_not_made_for_the_dict_of_a_model_the_error_names_its_keys():
+    pipe = fxpipe.compile(Heads(), ["cpu"] * 2, chunks=4, loss_fn=F.mse_loss)
+    with pipe, pytest.raises(Exception) as caught:
+        pipe.step(torch.randn(4, 12), target=torch.randn(4, 12))
+    said = (
+        "the output is a dict with 'logits' (1, 12), 'hidden' (1, 12), and the target is a tensor"
+    )
+    assert said in caught.value.__notes__[0]
+
+
+class Pictures(MLP):
+    """Takes an argument beside its input."""
+
+    def forward(self, image, tokens):
+        return super().forward(image) + tokens
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"toks": 1}, "toks= is given to the model: did you mean tokens=?"),
+        ({"tagret": 1}, "tagret= is given to the model: did you mean target=?"),
+        ({"lr": 1}, "lr= is given to the model, which takes no such argument"),
+    ],
+)
+def test_a_misspelled_argument_is_named_also_where_another_one_is_missing_for_it(given, said):
+    pipe = fxpipe.compile(Pictures(), ["cpu"] * 2, loss_fn=F.mse_loss)
+    with pipe, pytest.raises(TypeError, match="missing a required argument: 'tokens'") as caught:
+        pipe.step(torch.randn(4, 12), **given)
+    assert said in caught.value.__notes__
+
+
+def test_a_misspelled_argument_of_a_call_is_named_too():
+    with fxpipe.compile(Pictures(), ["cpu"] * 2) as pipe, pytest.raises(TypeError) as caught:
+        pipe(torch.randn(4, 12), toks=1)
+    assert caught.value.__notes__ == ["toks= is given to the model: did you mean tokens=?"]
 
 
 def test_to_measure_a_model_without_a_loss_it_is_compiled_without_training():
