@@ -45,6 +45,12 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, _level())
 
 
+def line_of_the_user() -> tuple[str, int]:
+    """The file and the line that :func:`warn` would give a warning for."""
+    frame = sys._getframe(_level() - 1)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def _level() -> int:
     """The ``stacklevel`` of the innermost frame that may be a user's, as :func:`warn` has to give
     it; that of its caller, if there is none, as in a thread of our own."""

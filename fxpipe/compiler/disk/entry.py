@@ -19,6 +19,7 @@ from fxpipe.compiler.disk.key import Attributes
 from fxpipe.compiler.disk.relations import packed_sizes, unpacked_sizes
 from fxpipe.ir.graph import VALUE
 from fxpipe.ir.hooks import RECORDING
+from fxpipe.ir.log import line_of_the_user, warn
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchWarning
@@ -32,16 +33,26 @@ _CATEGORIES = {kind.__name__: kind for kind in (BatchWarning, FutureWarning, Run
 
 @dataclass(frozen=True)
 class Said:
-    """A warning that a compilation has given."""
+    """A warning that a compilation has given, for a line of a file. Without a file it is for the
+    line of the user's that has led to the compilation, which is another one in another process."""
 
     text: str
     category: type[Warning]
     file: str
     line: int
 
+    @staticmethod
+    def of(caught: warnings.WarningMessage, users: tuple[str, int]) -> Said:
+        """A warning that has been caught where ``users`` is the line of the user's."""
+        place = caught.filename, caught.lineno
+        return Said(str(caught.message), caught.category, *(("", 0) if place == users else place))
+
     def again(self) -> None:
         """Warn in this process as the process did that compiled the model."""
-        warnings.warn_explicit(self.text, self.category, self.file, self.line)
+        if self.file:
+            warnings.warn_explicit(self.text, self.category, self.file, self.line)
+        else:
+            warn(self.text, self.category)
 
 
 @contextmanager
@@ -49,14 +60,13 @@ def heard(said: list[Said]) -> Iterator[None]:
     """Warnings that are given inside the ``with`` block are added to a list, and given again at its
     end, to the user's own filters."""
     caught: list[Any] = []
+    users = line_of_the_user()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
     finally:
-        new = [
-            Said(str(each.message), each.category, each.filename, each.lineno) for each in caught
-        ]
+        new = [Said.of(each, users) for each in caught]
         said += new
         for each in new:
             each.again()

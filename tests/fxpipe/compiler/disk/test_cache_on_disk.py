@@ -488,6 +488,26 @@ def test_warnings_are_given_again_from_the_cache(folder):
     assert said[0] and said[0] == said[1]
 
 
+def test_a_warning_from_the_cache_is_for_the_line_that_reads_it_and_not_for_the_one_that_wrote_it(
+    folder,
+):
+    calls = (
+        lambda pipe: pipe(X),
+        lambda pipe: pipe(X),
+    )
+    places = []
+    for call, state in zip(calls, (WRITTEN, READ), strict=True):
+        with (
+            pytest.warns(fxpipe.BatchWarning) as given,
+            fxpipe.compile(Summed(), TWO, chunks=2, check="warn", cache=folder) as pipe,
+        ):
+            call(pipe)
+            assert pipe.compilations[-1].cache == state
+        places.append([(each.filename, each.lineno) for each in given])
+    ((written, first),), ((read, second),) = places
+    assert written == read == __file__ and second == first + 1
+
+
 class Countless(nn.Module):
     """A model whose forward reads an object of which no digest can be made."""
 
