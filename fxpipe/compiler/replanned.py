@@ -21,7 +21,7 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.fitting import question_of
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
-from fxpipe.ir.graph import COST, SEED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.graph import SEED, STAGE, VALUE, stage_nodes
 from fxpipe.planning.lanes import CutModel
 from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
@@ -127,8 +127,15 @@ class Replanned:
         prices = replace(asked.prices, known={chunks: self._at(chunks)})
         return replace(asked, **{"partition": cut, "prices": prices, **changed}).answer()
 
+    @property
+    def knows_other_sizes(self) -> bool:
+        """Whether it is known how long micro-batches of other sizes take, as by estimates. Times
+        that were measured, or are given, are for one size, and do not say which part of them does
+        not depend on it."""
+        return self.options.costs == "analytic"
+
     def takes(self, chunks: int) -> bool:
-        """Whether a mini-batch can be cut into so many micro-batches, and costs can be known."""
+        """Whether a mini-batch can be cut into so many micro-batches."""
         if chunks == self.chunks:
             return True
         if self.mode.chunks is not None or self.rows is None or chunks > self.rows:
@@ -143,9 +150,8 @@ class Replanned:
         return self._priced[chunks]
 
     def _costs_for(self, chunks: int) -> fx.GraphModule:
-        """A copy of the graph with costs for another number of micro-batches. To measure them anew
-        would take too long: where they are measured, a node takes as many times as long as it does
-        by estimate."""
+        """A copy of the graph with costs for another number of micro-batches, which are known
+        (:attr:`knows_other_sizes`)."""
         options, chain = self.options, self.options.passes
         gm = copied(self._priced[self.chunks])
         for parameter in gm.graph.find_nodes(op="get_attr"):
@@ -155,25 +161,16 @@ class Replanned:
             if VALUE not in parameter.meta:  # a module, which is called with what is shared
                 parameter.meta[VALUE] = gm.get_submodule(str(parameter.target))
         values, dims = self._inputs(gm)
-        is_measured = options.costs == "measured"
         context = ToStages(
             inputs=values,
             in_dims=dims,
             chunks=chunks,
-            costs="analytic" if is_measured else options.costs,
+            costs=options.costs,
             optimizer_states=options.optimizer_states,
             spec=options.specs[0],
             training=options.training,
         )
-
-        def costed(chunks: int) -> fx.GraphModule:
-            passes = chain.passes(replace(context, chunks=chunks), since="rows", until="shared")
-            return run(passes, copied(gm))
-
-        found = costed(chunks)
-        if is_measured:
-            _scale(found, costed(self.chunks), gm)
-        return found
+        return run(chain.passes(context, since="rows", until="shared"), gm)
 
     def _inputs(self, gm: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """A value for each placeholder, and its batch dimension; the seed has neither."""
@@ -187,21 +184,3 @@ class Replanned:
             tuple(value for value, _ in pairs),
             tuple(dim if isinstance(dim, int) else None for _, dim in pairs),
         )
-
-
-def _scale(estimated: fx.GraphModule, before: fx.GraphModule, measured: fx.GraphModule) -> None:
-    """Replace the estimated times of a graph by measured ones, which ``measured`` has for another
-    number of micro-batches, and for which ``before`` has the estimates: from one number to the
-    other a time grows as its estimate does."""
-    graphs = (gm.graph for gm in (estimated, before, measured))
-    for node, first, own in zip(*map(stage_nodes, graphs), strict=True):
-        now, then, cost = (each.meta[COST] for each in (node, first, own))
-        node.meta[COST] = replace(
-            now,
-            forward_s=cost.forward_s * _growth(then.forward_s, now.forward_s),
-            backward_s=cost.backward_s * _growth(then.backward_s, now.backward_s),
-        )
-
-
-def _growth(then: float, now: float) -> float:
-    return now / then if then else 1.0

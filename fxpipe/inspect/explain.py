@@ -153,7 +153,7 @@ class Explaining:
         found = Suggesting(compiled, now, self.options.call).found
         said["What limits the speed"] = self._speed(compiled, now)
         said["What it needs of memory"] = self._memory(compiled, now)
-        said["What would help"] = self._help(found, now)
+        said["What would help"] = self._help(found, compiled, now)
         return Explanation(f"{title}, {now.schedule.name}", said, found)
 
     @property
@@ -428,6 +428,14 @@ class Explaining:
         return "are those of costs=" if self.options.has_given_costs else "are estimates"
 
     @property
+    def _other_sizes(self) -> str:
+        """Why other numbers of micro-batches have not been tried."""
+        return (
+            f"Other numbers of micro-batches were not tried, as the times of nodes {self._source}, "
+            "for micro-batches of this size, and do not say what others take."
+        )
+
+    @property
     def _calls(self) -> PrintedCalls:
         return PrintedCalls(self.model, self.options, self.mode)
 
@@ -455,20 +463,23 @@ class Explaining:
             sentences.append('No limit is known: memory= says one, such as memory="20GiB".')
         return sentences
 
-    def _help(self, found: Sequence[Suggestion], now: Plan) -> list[str]:
+    def _help(self, found: Sequence[Suggestion], compiled: Replanned, now: Plan) -> list[str]:
         """The suggestions, each with its call."""
-        if not found and not self.options.training:
-            return [
-                "Nothing that was tried (the cut, other numbers of micro-batches) is predicted to "
-                "save 5 % of a call or more."
-            ]
+        left_out = [] if compiled.knows_other_sizes else [self._other_sizes]
+        tune = f"    print({self._calls.tune(measure=3)})"
         if not found:
-            return [
-                "Nothing that was tried (the cut, checkpoints, other numbers of micro-batches, "
-                "other schedules) is predicted to save 5 % of a step or more. This tries more, and "
-                "measures the best three:",
-                f"    print({self._calls.tune(measure=3)})",
+            tried = [
+                "the cut",
+                *["checkpoints"] * self.options.training,
+                *["other numbers of micro-batches"] * compiled.knows_other_sizes,
+                *["other schedules"] * self.options.training,
             ]
+            none = (
+                f"Nothing that was tried ({', '.join(tried)}) is predicted to save 5 % of a "
+                f"{self._run} or more."
+            )
+            more = "This tries more, and measures the best three:"
+            return [none, *left_out, *([more, tune] if self.options.training else [])]
         sentences = []
         if self.measured is not None and self._is_measured_as_it_is:
             times = factor(now.timeline, self.measured)
@@ -486,6 +497,9 @@ class Explaining:
             sentences += [f"{each}:", f"    pipe = {each.call}"]
             if each.caution:
                 sentences.append(f"{each.caution}.")
+        if left_out:
+            measures = f"{left_out[0]} This tries them, and measures the best three:"
+            sentences += [measures, tune] if self.options.training else left_out
         if not self.has_stepped and any("schedule" in each.options for each in found):
             sentences.append(
                 f"A schedule acts in {self._calls.of('step')}"

@@ -133,7 +133,9 @@ class Suggesting:
 
     @property
     def _counts(self) -> list[int]:
-        """The numbers of micro-batches to try."""
+        """The numbers of micro-batches to try: other ones if it is known what they would take."""
+        if not self.compiled.knows_other_sizes:
+            return []
         now = self.compiled.chunks
         most = min(4 * now, self.compiled.rows or now)
         wanted = {max(1, now // 2), min(2 * now, most), most} - {now}
