@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from fxpipe.ir.text import human_time
 from fxpipe.schedule import Timeline
-from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD
+from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD, OPTIMIZER
 
 SEEN = 0.02  # the part of the measured time from which on it is said what passes between actions
 OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
@@ -42,7 +42,7 @@ def against(
     run: str = "step",
 ) -> Iterator[str]:
     """What a measured step says beside the predicted one. Steps are measured without an optimizer,
-    so that the time of its step does not count in the predicted ones.
+    so that they are compared with predicted ones without the time of its step.
 
     Args:
         replayed: the step as it is predicted from the measured times of the stages, which are the
@@ -51,10 +51,17 @@ def against(
         run: what has been measured: "step", or "call".
     """
     whole, again = measured.makespan, _of_actions(replayed)
-    times = _ratio(whole, _of_actions(predicted))
+    without = _of_actions(predicted)
+    times = f"{_ratio(whole, without):.3g} times"
+    updates = any(span.name == OPTIMIZER for span in predicted.spans)
     yield (
-        f"Measured, by pipe.measure, it was {human_time(whole)}, {times:.3g} times as long as "
-        "predicted."
+        f"Measured, by pipe.measure, it was {human_time(whole)}, "
+        + (
+            f"without a step of the optimizer: {times} the {human_time(without)} that are "
+            "predicted without it."
+            if updates
+            else f"{times} as long as predicted."
+        )
     )
     found = _of_stages(predicted, measured)
     if len(found) > NAMED:
@@ -62,9 +69,10 @@ def against(
         said = f"from {found[least]:.3g} (stage {least}) to {found[most]:.3g} (stage {most})"
     else:
         said = ", ".join(f"stage {stage} {times:.3g}" for stage, times in found.items())
+    worked, expected = (sum(_seconds(step).values()) for step in (measured, predicted))
     yield (
-        f"Its stages work {human_time(sum(_seconds(measured).values()))} in all, "
-        f"{factor(predicted, measured):.3g} times as long as predicted ({said})."
+        f"Its stages work {human_time(worked)} in all, {factor(predicted, measured):.3g} times "
+        f"the {human_time(expected)} that are predicted ({said})."
     )
     if (loss := _of_loss(measured)) > SEEN * whole:
         expected_loss = _of_loss(predicted)
@@ -83,6 +91,11 @@ def against(
             "these times."
         )
     rest = whole - again
+    if updates:
+        yield (
+            f"pipe.timeline() predicts {human_time(replayed.makespan)} from these times, with a "
+            f"step of the optimizer, and {human_time(again)} without it."
+        )
     if rest > SEEN * whole:
         yield (
             f"With these times of the stages the {run} would take {human_time(again)}; "

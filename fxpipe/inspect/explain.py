@@ -321,8 +321,8 @@ class Explaining:
             * (len(set(self.options.names)) < lanes)
         ]
         sentences.append(
-            f"Lane {slowest} ({self._on(slowest)}) works most: {human_time(busy[slowest])}, and "
-            f"the mean of all is {human_time(mean)}. "
+            f"Lane {slowest} ({self._on(slowest)}) is predicted to work most, "
+            f"{human_time(busy[slowest])}, and the mean of all is {human_time(mean)}. "
             + (
                 "The stages are uneven, and that costs "
                 f"{(busy[slowest] - mean) / whole:.0%} of the {run}."
@@ -338,7 +338,7 @@ class Explaining:
         updating = sum(s.seconds for s in step.of_lane(slowest) if s.name == OPTIMIZER)
         if updating:
             sentences.append(
-                f"The optimizer's step takes {human_time(updating)} of that lane, "
+                f"The optimizer's step is predicted to take {human_time(updating)} of that lane, "
                 f"{updating / whole:.0%} of the {run}."
             )
         if len(set(self.options.names)) > 1:

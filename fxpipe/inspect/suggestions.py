@@ -65,8 +65,8 @@ class Suggestion:
     def __str__(self) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}
         return (
-            f"{Change(given)}: a {self.run} takes {human_time(self.seconds)} in place of "
-            f"{human_time(self.before)}, {self.saved:.0%} less"
+            f"{Change(given)}: a {self.run} is predicted to take {human_time(self.seconds)} in "
+            f"place of {human_time(self.before)}, {self.saved:.0%} less"
         )
 
 

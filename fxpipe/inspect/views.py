@@ -339,10 +339,12 @@ class Views:
     # --------------------------------------------------------------------------------- predictions
 
     def timeline(self) -> Timeline:
-        """The training step, or the call without one, predicted from measured or estimated
-        costs."""
+        """The training step, or the call without one, predicted from the costs of nodes, or from
+        the times of the stages, if they have been measured; its name says from which."""
         _, chunks = self._runner.reported()
-        return self._simulated(chunks, self.measured)
+        found = self._simulated(chunks, self.measured)
+        source = "" if self.measured is None else " by measured stages"
+        return replace(found, name=f"{found.name} (predicted{source})")
 
     def _predicted(self, chunks: int) -> Timeline | None:
         """The training step for a number of micro-batches, predicted from estimated costs; None if

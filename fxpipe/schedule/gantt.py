@@ -183,7 +183,7 @@ class _Chart:
         yield _text(10, panel.title, timeline.name, more=' font-weight="bold"')
         said = (
             f"{timeline.makespan / self.unit:.4g} {self.unit_name}; idle {timeline.bubble:.1%}, "
-            f"{timeline.bubble_in_span:.1%} within the lanes' own spans"
+            f"{timeline.bubble_in_span:.1%} from the first action of each lane to its last"
         )
         yield _text(22 + _text_width(timeline.name, _SIZE * 1.1), panel.title, said)
         most = max((a for series in timeline.memory for _, a in series), default=0.0)
@@ -255,8 +255,9 @@ class _Chart:
             for kind, meaning in _MEANING.items()
             if kind in kinds
         ]
-        if any(span.action is None for span in spans):
-            items.append((_OTHER, "other work", 1))
+        others = dict.fromkeys(str(span) for span in spans if span.action is None)
+        if others:
+            items.append((_OTHER, ", ".join(others), 1))
         if any(timeline.transfers for timeline in timelines):
             items.append((_COPY, "copy to the lane", 5))
         if any(panel.has_memory for panel in self.panels):

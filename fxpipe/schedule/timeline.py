@@ -24,14 +24,16 @@ class Timeline(Occupancy):
     def __str__(self) -> str:
         unit, said = time_unit(self.makespan)
         lines = [
-            f"{self.name}: {self.makespan / unit:.4g} {said}, "
-            f"{self.bubble:.1%} of all lanes' time is idle, "
-            f"{self.bubble_in_span:.1%} within their own spans"
+            f"{self.name}: {self.makespan / unit:.4g} {said}; lanes wait {self.bubble:.1%} of it, "
+            f"and {self.bubble_in_span:.1%} of the time from the first action of each to its last"
         ]
         for lane, (name, busy) in enumerate(zip(self.lanes, self.busy, strict=True)):
             own = self.own_spans[lane]
             peak = f", peak {human_bytes(self.peak_memory[lane])}" if self.memory else ""
-            lines.append(f"{name}: works {busy / unit:.4g} of its {own / unit:.4g} {said}{peak}")
+            lines.append(
+                f"{name}: works {busy / unit:.4g} of the {own / unit:.4g} {said} from its first "
+                f"action to its last{peak}"
+            )
         return "\n".join(lines)
 
     def draw(self, memory: bool = True) -> str:

@@ -279,7 +279,7 @@ def test_calls_are_predicted_and_measured_in_place_of_steps():
             assert [str(span.action) for span in timeline.spans if span.lane == 1] == [
                 *("1F0", "1F1", "1F2")
             ]
-        assert predicted.name == "forward" and measured.makespan > 0
+        assert predicted.name == "forward (predicted)" and measured.makespan > 0
         assert not hasattr(pipe, "step_graph")
         with pytest.raises(ValueError, match="no step graph, as the model was compiled with tr"):
             pipe.draw("step")
@@ -311,5 +311,5 @@ def test_what_explains_it_is_about_calls_and_suggests_what_a_call_can_have():
         said = str(pipe.explain())
     assert "A call takes" in said and "pipe.measure(x)" in said
     assert " step" not in said and "tune" not in said
-    assert ": a call takes" in said, "as its suggestions say"
+    assert ": a call is predicted to take" in said, "as its suggestions say"
     assert "schedule=" not in said and "checkpoint=" not in said

@@ -22,7 +22,7 @@ def test_it_says_by_which_factor_the_step_and_each_stage_are_longer():
     first, second = against(predicted, measured, measured, ["cuda:0", "cuda:1"])
     times = measured.makespan / predicted.makespan
     assert f", {times:.3g} times as long as predicted." in first
-    assert "Its stages work 48.0 ms in all, 4 times as long as predicted" in second
+    assert "Its stages work 48.0 ms in all, 4 times the 12.0 ms that are predicted" in second
     assert "(stage 0 3, stage 1 5)" in second
     assert factor(predicted, measured) == pytest.approx(4) and is_off(predicted, measured)
     assert not is_off(predicted, step(1.2e-3, 1.2e-3))
@@ -52,9 +52,10 @@ def test_steps_are_measured_without_the_optimizer_that_is_predicted():
     costs = [StageCost(1e-3, 1e-3, 1e-3, update=5e-3)] * 2
     predicted = simulate(named("gpipe", lanes=2, microbatches=2), costs)
     measured = step(1e-3, 1e-3)
-    first, *others = against(predicted, measured, predicted, ["cuda:0", "cuda:1"])
-    assert ", 1 times as long as predicted." in first
+    first, *others, last = against(predicted, measured, predicted, ["cuda:0", "cuda:1"])
+    assert "it was 9.0 ms, without a step of the optimizer: 1 times the 9.0 ms that are" in first
     assert not any("between the actions" in sentence for sentence in others)
+    assert "pipe.timeline() predicts 14.0 ms" in last and "and 9.0 ms without it" in last
 
 
 def test_the_loss_is_said_by_itself():

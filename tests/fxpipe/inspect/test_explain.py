@@ -332,7 +332,7 @@ def test_what_limits_the_speed_is_given_in_parts_of_the_step():
 
 def test_the_optimizers_step_is_a_part_of_it_if_the_optimizer_is_known():
     of_named = explained(layers(4), (torch.ones(8, 64),), chunks=2, optimizer="adam")
-    assert "The optimizer's step takes " in said(of_named, "What limits the speed")
+    assert "The optimizer's step is predicted to take " in said(of_named, "What limits the speed")
     of_none = explained(layers(4), (torch.ones(8, 64),), chunks=2)
     assert "optimizer" not in said(of_none, "What limits the speed")
 

@@ -96,7 +96,7 @@ def test_a_step_that_has_been_measured_is_below_the_predicted_one(tmp_path):
         pipe.measure(X, rounds=1)
         pipe.report_html(tmp_path / "out.html")
     found = drawings((tmp_path / "out.html").read_text())["timeline"]
-    assert 0 < found.index(">1f1b<") < found.index(">measured<")
+    assert 0 < found.index(">1f1b (predicted by measured stages)<") < found.index(">measured<")
 
 
 def test_what_is_about_a_stage_a_micro_batch_or_a_skip_says_so(written):

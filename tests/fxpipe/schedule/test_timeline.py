@@ -64,8 +64,9 @@ def test_it_prints_what_matters():
     memory = Memory([1024], fixed=24)
     timeline = simulate(named("gpipe", lanes=1, microbatches=1), [StageCost(1, 1, 1)], None, memory)
     assert str(timeline).splitlines() == [
-        "gpipe: 3 s, 0.0% of all lanes' time is idle, 0.0% within their own spans",
-        "lane 0: works 3 of its 3 s, peak 1.0 KiB",
+        "gpipe: 3 s; lanes wait 0.0% of it, and 0.0% of the time from the first action of each to "
+        "its last",
+        "lane 0: works 3 of the 3 s from its first action to its last, peak 1.0 KiB",
     ]
     assert [str(span) for span in measured().spans] == ["0F0", "0B0", "loss"]
 
