@@ -7,8 +7,9 @@
     stage 2    layers.16 to 23, head, cross_entropy
 
 A part of a module that is divided at one place is named by where it ends or begins. What takes a
-small part of a stage's time and holds a small part of its parameters is left out, as long as
-something else is named: an embedding takes no time, but is often what a device has to hold.
+small part of a stage's time and holds a small part of its parameters is not named, as long as
+something else is: an embedding takes no time, but is often what a device has to hold. Of modules it
+is said how many such ones there are, and a single one is named.
 """
 
 from __future__ import annotations
@@ -176,8 +177,16 @@ def _name(items: Sequence[_NamedPart]) -> str:
         if cost.seconds > seconds * (SMALL_OPERATOR if item.is_operator else SMALL)
         or cost.param_bytes > held * LARGE
     ]
-    texts = list(dict.fromkeys(item.text for item in kept or items))
+    named = dict.fromkeys(item.text for item in kept or items)
+    smaller = {item.text for item in items if not _is_operator(item)} - named.keys()
+    if len(smaller) == 1:  # "1 more" would be no shorter than the name
+        named = dict.fromkeys(item.text for item in items if item.text in named.keys() | smaller)
+    texts = list(named)
     more = len(texts) - MOST
-    if more > 1:  # "1 more" would be no shorter than the name
+    if more > 1:
         texts = [*texts[: MOST - 1], f"{more} more", texts[-1]]
-    return ", ".join(texts)
+    return ", ".join(texts) + f" and {len(smaller)} smaller ones" * (len(smaller) > 1)
+
+
+def _is_operator(item: _NamedPart) -> bool:
+    return item.call is not None and item.call.is_operator

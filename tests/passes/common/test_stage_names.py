@@ -80,16 +80,21 @@ def test_what_is_in_a_module_that_is_divided_is_named_by_its_own_path():
     ]
 
 
-def test_what_takes_no_time_is_left_out():
-    assert names(Model(), 1, seconds={"embed": 0.0}) == ["embed", "layers, head"]
-    assert names(Model(), 11, seconds={"embed": 0.0}) == ["layers.0 to 1", "layers.2 to 7, head"]
+def test_what_takes_no_time_is_counted():
+    small = {"embed": 0.0, "head": 0.0}
+    assert names(Model(), 1, seconds=small) == ["embed", "layers, head"]
+    assert names(Model(), seconds=small) == ["layers and 2 smaller ones"]
+
+
+def test_a_single_module_that_takes_no_time_is_named():
+    small = {"embed": 0.0, "head": 0.0}
+    assert names(Model(), 11, seconds=small) == ["embed, layers.0 to 1", "layers.2 to 7, head"]
 
 
 def test_what_takes_no_time_is_named_if_it_holds_many_of_the_parameters():
-    small = {"embed": 100, "head": 1000}
-    assert names(Model(), seconds={"embed": 0.0}, parameters=small) == ["layers, head"]
+    seconds = {"embed": 0.0, "head": 0.0}
     large = {"embed": 200, "head": 1000}
-    assert names(Model(), seconds={"embed": 0.0}, parameters=large) == ["embed, layers, head"]
+    assert names(Model(), seconds=seconds, parameters=large) == ["embed, layers, head"]
 
 
 @pytest.mark.parametrize(
@@ -117,16 +122,17 @@ def test_two_calls_of_one_module_are_told_apart():
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 def test_stages_of_pipelines_and_plans_and_the_report_say_what_they_contain(tracer):
     model, x = Model(), torch.randn(8, 3)
+    said = ["embed, layers.0 to 3", "layers.4 to 7, head"]
     costs = {"layers": 8.0}
     plan = fxpipe.plan(model, ["h100"] * 2, example_inputs=(x,), costs=costs, tracer=tracer)
     with fxpipe.compile(
         model, ["cpu"] * 2, example_inputs=(x,), costs=costs, tracer=tracer
     ) as pipe:
-        assert [stage.contains for stage in pipe.stages] == ["layers.0 to 3", "layers.4 to 7"]
+        assert [stage.contains for stage in pipe.stages] == said
         for stage in pipe.stages:
             assert f"stage {stage.index}: {stage.contains}\n" in pipe.report()
             assert stage.contains in pipe.draw("stage").source
-    for stage, text in zip(plan.stages, ["layers.0 to 3", "layers.4 to 7"], strict=True):
+    for stage, text in zip(plan.stages, said, strict=True):
         assert stage.contains == text
         assert f"stage {stage.index}: {text}\n" in str(plan)
 
