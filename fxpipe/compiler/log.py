@@ -5,6 +5,9 @@ The times of phases are logged at level DEBUG, and at level INFO if ``compile(ve
 given or the environment asks for it::
 
     FXPIPE_LOGS=compile python train.py
+
+A compilation that takes long says so once, whoever looks at the log or not: nothing else tells a
+user who waits from one whose program hangs.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import CONTAINS
 from fxpipe.ir.log import COMPILATIONS, GUARDS, LOGGER, PLAN
-from fxpipe.ir.progress import Phase, timed
+from fxpipe.ir.progress import Phase, telling, timed
 from fxpipe.ir.text import human_time
 from passes.common.modes import of_stages
 from passes.common.segments import counts, in_words
 
 VARIABLE = "FXPIPE_LOGS"
 COMPILE = "compile"
+LONG = 20.0
+"""Seconds after which a compilation says that it is at work."""
 
 
 def log_reasons(model: str, why: Sequence[str]) -> None:
@@ -64,10 +69,19 @@ def wants_log() -> bool:
 def logged(title: str, is_wanted: bool) -> Iterator[None]:
     """The ``with`` block is a phase of the compilation. At the end of the block, also if an
     exception ends it, a table is logged: how long the block took, and how long each phase within
-    it. If ``is_wanted``, the table is shown also where logging has not been set up."""
+    it. If ``is_wanted``, the table is shown also where logging has not been set up. So is a line
+    that says what is done, if it takes long."""
     whole = Phase(title)
+
+    def tell(part: str, seconds: float) -> None:
+        _show(
+            f"{title}: compiling has taken {human_time(seconds)} so far, and is at {part!r}. "
+            "verbose=True says where the time goes; OMP_NUM_THREADS=1 in the environment helps "
+            "where other processes keep the cores busy"
+        )
+
     try:
-        with timed(title) as whole:
+        with timed(title) as whole, telling(LONG, tell):
             yield
     finally:
         if is_wanted:

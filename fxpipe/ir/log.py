@@ -8,7 +8,9 @@ Nothing is shown unless the user sets logging up::
 ============================ =======================================================================
 ``fxpipe.compilations``      each compilation of a kind of call: how long it took, what traced the
                              model, and for which calls the program is right; at level DEBUG the
-                             times of its phases, and those of pipelines and steps
+                             times of its phases, and those of pipelines and steps. Once in a
+                             compilation that takes more than 20 seconds, a line says so, also
+                             where logging has not been set up
 ``fxpipe.guards``            why a call needs a compilation, ahead of it
 ``fxpipe.plan``              each setting that is tried where ``schedule="auto"`` or
                              ``chunks="auto"`` leaves it open, and what it would take; then where

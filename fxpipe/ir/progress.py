@@ -1,8 +1,8 @@
 """Progress and times of work that takes long, such as a compilation.
 
 The work is divided into phases, which may have phases of their own. A listener is told of each
-phase as it begins, so that it may be shown; and within :func:`timed` the time that each phase takes
-is added up.
+phase as it begins, so that it may be shown; within :func:`timed` the time that each phase takes is
+added up; and within :func:`telling` somebody is told once if all of it takes long.
 
 ::
 
@@ -72,6 +72,7 @@ def report_progress(part: str) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(part)
+    _notice(part)
 
 
 @contextmanager
@@ -106,6 +107,7 @@ def timed(name: str) -> Iterator[Phase]:
 @contextmanager
 def _taken(now: Phase) -> Iterator[None]:
     token = _now.set(now)
+    _notice(now.name)
     seconds, cpu = time.perf_counter(), time.process_time()
     try:
         yield
@@ -114,6 +116,7 @@ def _taken(now: Phase) -> Iterator[None]:
         now.count += 1
         now.seconds += time.perf_counter() - seconds
         now.cpu += time.process_time() - cpu
+        _notice(now.name)
 
 
 def _add(around: Phase, more: Phase) -> None:
@@ -137,3 +140,45 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+@dataclass
+class _Patience:
+    """When somebody is told that it takes long, and who."""
+
+    begin: float
+    after: float
+    tell: Callable[[str, float], None]
+    is_told: bool = False
+
+
+_patience: ContextVar[_Patience | None] = ContextVar("patience", default=None)
+
+
+def _notice(name: str) -> None:
+    """Tell who wants to know if it takes long; a phase of this name begins or ends."""
+    patience = _patience.get()
+    if patience is not None and not patience.is_told:
+        passed = time.perf_counter() - patience.begin
+        if passed >= patience.after:
+            patience.is_told = True
+            patience.tell(name, passed)
+
+
+@contextmanager
+def telling(after: float, tell: Callable[[str, float], None]) -> Iterator[None]:
+    """Within it, ``tell`` is called once if it takes more than ``after`` seconds, as soon as a
+    phase then begins or ends, with the name of the phase and the seconds that have passed. It is
+    not called where a listener is told of each phase.
+
+    The clock is read only where a phase begins or ends: a thread that waits would have to be ended,
+    and could not say much more.
+    """
+    if _patience.get() is not None or _listener.get() is not None:
+        yield
+        return
+    token = _patience.set(_Patience(time.perf_counter(), after, tell))
+    try:
+        yield
+    finally:
+        _patience.reset(token)

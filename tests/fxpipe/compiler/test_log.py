@@ -94,6 +94,19 @@ def test_nothing_is_shown_unless_logging_is_set_up(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_compilation_that_takes_long_says_so_once_with_what_helps(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("fxpipe"), "propagate", False)
+    monkeypatch.setattr("fxpipe.compiler.log.LONG", 0.0)
+    with fxpipe.compile(MLP(), ["cpu"] * 2) as pipe:
+        pipe.prepare(torch.ones(6, 12))
+        first, second = capsys.readouterr().err.splitlines()
+        pipe(torch.ones(6, 12))  # which is compiled by now
+    assert capsys.readouterr().err == ""
+    assert first.startswith("MLP: a kind of call: compiling has taken ") and "is at " in first
+    assert "verbose=True" in first and "OMP_NUM_THREADS=1" in first
+    assert second.startswith("MLP: pipeline of 6 micro-batches: compiling has taken ")
+
+
 @pytest.mark.parametrize("value, shown", [("compile", True), ("a, compile", True), ("", False)])
 def test_the_environment_may_ask_for_the_log(value, shown, caplog, monkeypatch):
     monkeypatch.setenv("FXPIPE_LOGS", value)

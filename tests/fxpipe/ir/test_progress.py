@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.ir.progress import listening, phase, report_progress, timed
+from fxpipe.ir.progress import listening, phase, report_progress, telling, timed
 from tests.zoo import MLP
 
 
@@ -23,6 +23,24 @@ def test_a_listener_is_told_of_the_trace_and_of_every_pass():
     assert [name for name in told if name in ("alias", "cost", "partition", "split")] == [
         *("alias", "cost", "partition", "split")
     ]
+
+
+def test_who_wants_to_know_whether_it_takes_long_is_told_once():
+    told = []
+    telling_all = telling(0.0, lambda name, seconds: told.append((name, seconds > 0)))
+    with telling_all, timed("all"), phase("check", quiet=True):
+        report_progress("cost")
+    report_progress("later")
+    assert told == [("all", True)]
+
+
+def test_nobody_is_told_of_what_takes_no_time_or_is_listened_to():
+    told = []
+    with telling(60.0, lambda *said: told.append(said)), timed("short"):
+        report_progress("cost")
+    with listening(lambda what: None), telling(0.0, lambda *said: told.append(said)):
+        report_progress("cost")
+    assert told == []
 
 
 def test_afterwards_and_in_other_threads_it_is_told_nothing():
