@@ -42,6 +42,7 @@ from fxpipe.meaning.weights import (
     weighed,
     with_ignored,
 )
+from fxpipe.meaning.widened import widened
 from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
@@ -361,7 +362,8 @@ class Asking:
 
         if verdict.trial is None or self.listed is not None:
             return False
-        return is_mean_plus_sum(number, verdict.trial, problem.path, dims)
+        with widened():
+            return is_mean_plus_sum(number, verdict.trial, problem.path, dims)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can
@@ -371,7 +373,9 @@ class Asking:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
         with LabelsLeftOut() as left_out:
-            own = of_own_values(self.runs.output_of, self.tensors, dims)
+            with widened():
+                own = of_own_values(self.runs.output_of, self.tensors, dims)
+            own = own or of_own_values(self.runs.output_of, self.tensors, dims)
         trials, loss, weigh = [*own, *verdict.trials], self.runs.loss, self._weigh
         conditions = list(left_out.conditions)
         weight = None if left_out.weight is None else ("weight", left_out.weight)

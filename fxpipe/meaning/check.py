@@ -37,6 +37,7 @@ from fxpipe.meaning.compare import (
     put_together,
     reading,
     tolerance,
+    unit_of,
 )
 from fxpipe.meaning.listed import is_a_row
 from fxpipe.meaning.problem import Problem
@@ -56,6 +57,7 @@ from fxpipe.meaning.single_numbers import (
     with_small_terms,
 )
 from fxpipe.meaning.trial import Question, Trial, is_number
+from fxpipe.meaning.widened import WIDE, widened, without_autocast
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -182,6 +184,7 @@ def _checked(
     fits: dict[str, tuple[Dim, ...]] = {}
     failed: dict[str, list[Problem]] = {}
     trial: Trial | None = None
+    wide = _Wide(question)
     count = 0
     for seed in range(TRIALS):
         taken = _trial(question, seed, trial, verdict, levels)
@@ -191,7 +194,7 @@ def _checked(
             continue  # any way of putting parts together fits
         verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
         trial, count = taken, count + 1
-        for path, compared in _but_for_rounding(question, trial):
+        for path, compared in _but_for_rounding(question, trial, wide):
             found = told_from_a_mean(question, trial, path, compared)
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
@@ -226,8 +229,60 @@ def _checked(
     return verdict
 
 
+class _Wide:
+    """Numbers, such as losses, of the samples of a question, computed in single precision at least,
+    where a lower one has taken part: its rounding errors would hide what is no mean, or look like
+    that."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._is_met = True  # whether a lower precision may take part
+        self._known: tuple[Trial, list[dict[str, Any]]] | None = None
+
+    def compared(
+        self, trial: Trial, path: str, found: tuple[Dim, ...] | Problem
+    ) -> tuple[Dim, ...] | Problem:
+        """How a number is put together, or what differs, by what it is in single precision, which
+        the sample has from then on; what has been found (``found``) where that is no other."""
+        whole = trial.whole.get(path)
+        if not is_number(whole) or whole.is_meta or not whole.is_floating_point():
+            return found
+        if not isinstance(found, Problem) and unit_of(whole) <= torch.finfo(WIDE).eps:
+            return found
+        if self._known is None or self._known[0] is not trial:
+            self._known = trial, self._outputs(trial) if self._is_met else []
+        numbers: list[Any] = [output.get(path) for output in self._known[1]]
+        if not numbers or not all(map(is_number, numbers)):
+            return found
+        for output, number in zip((trial.whole, *trial.parts), numbers, strict=True):
+            output[path] = number
+        with without_autocast():
+            return _tensors(path, numbers[0], numbers[1:], trial)
+
+    def _outputs(self, trial: Trial) -> list[dict[str, Any]]:
+        """The outputs for the whole sample and for its parts; none where no lower precision has
+        taken part, or where the model does not take a higher one."""
+        question, tensors = self._question, trial.tensors
+        starts = accumulate(trial.sizes, initial=0)
+        try:
+            with widened() as mode:
+                whole = part(tensors, [None] * len(tensors), 0, 0)
+                found = [question.outputs(whole, sum(trial.sizes))[0]]
+                self._is_met = mode.met
+                for each, rows, start in zip(
+                    trial.each(question.dims), trial.sizes, starts, strict=False
+                ):
+                    if self._is_met:
+                        found.append(question.outputs(each, rows, start)[0])
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            self._is_met = False
+        return found if self._is_met else []
+
+
 def _but_for_rounding(
-    question: Question, trial: Trial
+    question: Question, trial: Trial, wide: _Wide
 ) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
     """How each output is put together, or what differs. An output that differs by no more than
     rounding errors make of it is joined by its shape: of a difference of equal numbers, say, errors
@@ -237,7 +292,8 @@ def _but_for_rounding(
     def rounded() -> list[tuple[dict[str, Any], float]]:
         return [_rounded(question, trial, seed) for seed in range(RUNS)]
 
-    for path, found in _compared(trial, question.said):
+    for path, given in _compared(trial, question.said):
+        found = wide.compared(trial, path, given)
         apart = found.difference if isinstance(found, Problem) else None
         ways = _by_shape(trial, path) if apart is not None and apart.share else ()
         whole = trial.whole[path] if ways else None

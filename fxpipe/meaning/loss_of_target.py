@@ -4,7 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
@@ -36,14 +37,13 @@ from fxpipe.meaning.weights import (
     remedy,
     weighed,
 )
+from fxpipe.meaning.widened import Widened, without_autocast
+from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
 from fxpipe.trace import untouched
 
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
-
-LARGEST = 2**26
-"""The most bytes of the outputs of all rows of a mini-batch for which a loss is checked."""
 
 FACTORS = torch.tensor([1.0, 6.0, 2.0, 4.0, 0.5])
 """By what the outputs for different rows are multiplied."""
@@ -137,6 +137,10 @@ class _LossOfTarget:
         cut = [Column(leaf.elements) if isinstance(leaf, ListOfRows) else leaf for leaf in given]
         rows = rows_in(self.named, self.own) or 0
         self.out_dims, self.factors = out_dims, FACTORS[torch.arange(rows) % len(FACTORS)]
+        self.ambient = Ambient.here()
+        self.output_of = KeptOutputs(self._output_of, self.own, {} if listed else out_dims)
+        self.is_wide = True
+        """Whether the loss is computed in single precision at least, which some do not take."""
         self.tensors: list[Any] = [*self.asking.tensors, *cut, self.factors]
         self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places), 0]
         some = Structure.of(inputs)[0]
@@ -156,16 +160,20 @@ class _LossOfTarget:
     def _brought(self, value: Any) -> Any:
         return value if self.device is None else value.to(self.device)
 
+    def _output_of(self, tensors: Sequence[Any]) -> Any:
+        """The model's output, in the precision that it has in a step."""
+        with self.ambient.applied():
+            return self.asking.runs.output_of(tensors)
+
     def run(self, tensors: list[Tensor]) -> tuple[Any, None]:
         """The loss, without an autograd graph."""
-        return self._loss(self.asking.runs.output_of(tensors[: self.count]), tensors)
+        return self._loss(self.output_of(tensors[: self.count]), tensors)
 
     def run_apart(self, tensors: list[Tensor]) -> tuple[Any, None]:
         """The loss of outputs that are multiplied by a factor for each row. Where a model has not
         been trained, all rows have nearly the same loss, so that it hardly matters how much each of
         them counts."""
-        output = self.asking.runs.output_of(tensors[: self.count])
-        return self._loss_apart(output, tensors)
+        return self._loss_apart(self.output_of(tensors[: self.count]), tensors)
 
     def _loss_apart(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
         found, structure = Structure.of(output)
@@ -181,10 +189,33 @@ class _LossOfTarget:
         return self._loss(structure.fill(found), tensors)
 
     def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
+        target = self.filled(tensors)
+        if self.is_wide:
+            mode = Widened()
+            first, second = map_tensors(mode.wide, (output, target))
+            try:
+                return self._given(first, second, mode), None
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+        found = self._given(output, target)
+        self.is_wide = False  # it takes these values in their own precision only
+        return found, None
+
+    def _given(
+        self, output: Any, target: Any, precision: AbstractContextManager[Any] | None = None
+    ) -> Any:
         # The loss may draw random numbers, and a module may count its calls, say.
         own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
-        with untouched(self.model), own, torch.no_grad(), self.left_out, stirred(self._values):
-            return self.loss(output, self.filled(tensors)), None
+        quietly = untouched(self.model), own, stirred(self._values), torch.no_grad()
+        with ExitStack() as stack:
+            for each in (*quietly, precision or nullcontext(), self.left_out):
+                stack.enter_context(each)
+            return self.loss(output, target)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """A context in which the loss is computed, and in which its values are compared."""
+        return without_autocast() if self.is_wide else nullcontext()
 
     def weigh(self, function: Callable[..., Any]) -> Weigh:
         """The weight of a micro-batch by a function of its target."""
@@ -214,7 +245,7 @@ class _LossOfTarget:
         if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
             return []
         try:
-            few = self.asking.runs.output_of(
+            few = self.output_of(
                 part(self.tensors[: self.count], self.dims[: self.count], 0, known)
             )
         except Exception as error:
@@ -244,15 +275,25 @@ class _LossOfTarget:
 
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
         question = Question(run, self.tensors, self.dims, counts=self.asked.counts)
-        verdict = check(question, is_likely=True)
+        was_wide = self.is_wide
+        with self._precision():
+            verdict = check(question, is_likely=True)
+        if was_wide and not self.is_wide:
+            return self._checked(run)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
-            verdict = check(question, is_likely=True)
+            self.output_of.forget()
+            return self._checked(run)
         return verdict
 
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
-        asked, verdict = self.asked, self.verdict()
+        verdict = self.verdict()
+        with self._precision():
+            return self._dim_by(verdict)
+
+    def _dim_by(self, verdict: Verdict) -> Dim:
+        asked = self.asked
         self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if self.is_clear and asked.check and not verdict.problems:
             for trial in self._of_all_rows():

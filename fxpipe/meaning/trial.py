@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -115,7 +115,7 @@ class Trial:
         return [part(self.tensors, dims, a, n) for a, n in zip(starts, self.sizes, strict=False)]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[Tensor]:
     """Whether an output is a single number, such as a loss."""
     return isinstance(value, Tensor) and value.numel() == 1
 

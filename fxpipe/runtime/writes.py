@@ -5,7 +5,7 @@ Writes through ``.data``, which do not raise a tensor's version counter, are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,20 +35,23 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
         self.unwritten = {memory_of(tensor): (key, tensor) for key, tensor in tensors.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = schema_of(func)
-        if schema is not None and schema.is_mutable:
-            for i, argument in enumerate(schema.arguments):
-                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for each in value if isinstance(value, list | tuple) else [value]:
-                        self._notice(each)
-        return func(*args, **(kwargs or {}))
-
-    def _notice(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            found = self.unwritten.pop(memory_of(value), None)
+        for tensor in written_by(func, args, kwargs or {}):
+            found = self.unwritten.pop(memory_of(tensor), None)
             if found is not None:
                 self.on_write(*found)
+        return func(*args, **(kwargs or {}))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator that it writes to, as its schema says."""
+    schema = schema_of(func)
+    if schema is None or not schema.is_mutable:
+        return
+    for i, argument in enumerate(schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            several = value if isinstance(value, list | tuple) else [value]
+            yield from (each for each in several if isinstance(each, Tensor))
 
 
 def same_values(tensor: Tensor, before: Tensor) -> bool:
