@@ -17,7 +17,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
 from fxpipe.loss_weight import IGNORED, observed, tokens
 from fxpipe.meaning.check import Verdict
-from fxpipe.meaning.compare import Difference, difference
+from fxpipe.meaning.compare import Difference, difference, put_together
 from fxpipe.meaning.left_out import MOST, LabelCondition
 from fxpipe.meaning.loss import ROWS
 from fxpipe.meaning.problem import Problem
@@ -71,17 +71,21 @@ def weighed(
                 f"{path} is a {first} over the rows, and loss_weight={loss_weight!r} says that it "
                 f"is a {second}"
             )
-        return replace(verdict, outputs=outputs), ""
+        is_wrong = len(others) < len(verdict.problems)
+        texts = (_apart_as_said(trial, path, loss_weight) for trial in verdict.trials)
+        wrong = next((each for each in texts if is_wrong and each is not None), None)
+        problems = verdict.problems if wrong is None else [wrong, *others]
+        return replace(verdict, outputs=outputs, problems=problems), ""
     if is_clear and found == SUM:
         return verdict, (
             f"{path} is a sum over the rows, and loss_weight weighs means: leave loss_weight out, "
             "or let the loss be a mean"
         )
     compared = (_apart(trial, path, weigh, dims) for trial in verdict.trials)
-    wrong = next((each for each in compared if each is not None and each[0]), None)
+    found_wrong = next((each for each in compared if each is not None and each[0]), None)
     more = []
-    if wrong is not None:
-        apart, text = wrong
+    if found_wrong is not None:
+        apart, text = found_wrong
         more = [Problem(path, text, is_scalar=True, difference=apart)]
     return replace(verdict, outputs=outputs, problems=[*more, *others]), ""
 
@@ -104,6 +108,26 @@ def _apart(
         f"made from those of the example, and {other} as the mean of {sizes} of them, which have "
         f"the weights {' and '.join(f'{weight:.4g}' for weight in weights)}"
     )
+
+
+def _apart_as_said(trial: Trial, path: str, loss_weight: str) -> Problem | None:
+    """What is wrong with a loss that is said to be a mean over the rows, or a sum, for a sample;
+    None if nothing is."""
+    whole, parts = trial.whole[path], [output[path] for output in trial.parts]
+    value = put_together(dim_of(loss_weight), parts, trial.sizes)
+    largest = max(part.abs().nan_to_num().item() for part in parts)
+    apart = difference(whole, value.to(whole.dtype), largest)
+    if not apart:
+        return None
+    so, other = told_apart(whole.item(), value.item())
+    sizes = " and ".join(map(str, trial.sizes))
+    kind = "sum" if loss_weight == SUM else "mean"
+    text = (
+        f"{path} is not the {kind} over the rows that loss_weight={loss_weight!r} says: it is {so} "
+        f"for {sum(trial.sizes)} rows made from those of the example, and {other} as the {kind} of "
+        f"those of {sizes} of them"
+    )
+    return Problem(path, text, is_scalar=True, difference=apart)
 
 
 @dataclass(frozen=True)
