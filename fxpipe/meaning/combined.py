@@ -43,6 +43,22 @@ def is_another_each_time(
     return bool(difference(first, again))
 
 
+def is_of_means(
+    loss: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]
+) -> bool:
+    """Whether a loss is the same number when each row of a sample is there twice. One that is made
+    of means over rows, or over what rows have, is; one that compares rows with each other is
+    not."""
+    rows = list(range(sum(trial.sizes)))
+    try:
+        once, twice = (loss(picked(trial.tensors, dims, each)) for each in (rows, [*rows, *rows]))
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return False
+    return not difference(once, twice)
+
+
 def is_mean_plus_sum(
     loss: Callable[[list[Tensor]], Any], trial: Trial, path: str, dims: Sequence[int | None]
 ) -> bool:

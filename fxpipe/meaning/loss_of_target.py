@@ -20,7 +20,12 @@ from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Verdict, check
-from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_be_weighted
+from fxpipe.meaning.combined import (
+    is_another_each_time,
+    is_mean_plus_sum,
+    is_of_means,
+    may_be_weighted,
+)
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
@@ -315,6 +320,8 @@ class _LossOfTarget:
             if verdict.trial is None and not is_taken(self.run, first):
                 return None  # it raises an error on a micro-batch: the step will raise the same
             refuse(asked, messages.unknown_loss(verdict))
+        if verdict.trial is not None and LOSS not in verdict.trial.whole:
+            return None  # it is no tensor: the step will raise an error
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
             if text := self._about(verdict):
@@ -358,6 +365,7 @@ class _LossOfTarget:
             by,
             of_loss_fn=True,
             has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
+            has_means=not by and is_of_means(loss, trial, self.dims),
             may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
         )
 

@@ -290,6 +290,7 @@ def across(
     *,
     of_loss_fn: bool = False,
     has_sum: bool = False,
+    has_means: bool = False,
     may_be_weighted: bool = True,
 ) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
@@ -299,6 +300,7 @@ def across(
             write, or "" if none is known.
         of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
         has_sum: whether it is a mean over the rows plus a sum over them.
+        has_means: whether it may be made of several means.
         may_be_weighted: whether it may be a mean to which rows contribute unequally.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
@@ -315,10 +317,16 @@ def across(
             f"{what} It is a mean over the rows plus a sum over them: divide that sum by the "
             f"number of rows, so that all of it is a mean; or {otherwise}; or give chunks=1"
         )
+    several = (
+        ". If it adds up means over different things, such as rows and tokens, put the counts of "
+        "the whole batch into the target, as tensors without dimensions, divide sums by them, and "
+        'give loss_weight="sum"'
+    )
+    several = several if has_means else ""
     if of_loss_fn and not may_be_weighted:
         return (
             f"{what} No mean of the losses of micro-batches is that of the whole batch: to get it, "
-            f"{otherwise}; or give chunks=1"
+            f"{otherwise}; or give chunks=1{several}"
         )
     masked = [
         each.name
@@ -341,6 +349,6 @@ def across(
             "mean, a function of the target that says by how much each micro-batch counts (if "
             "loss_fn takes its mean by lengths or a mask in the model's output, put these into the "
             "target, too: target=(y, lengths) and loss_weight=lambda target: target[1].sum()); of "
-            f"any other loss, a root of a mean say, {otherwise}, or give chunks=1"
+            f"any other loss, a root of a mean say, {otherwise}, or give chunks=1{several}"
         )
     return f"{what}{why} To get the model's number, {otherwise}, or give chunks=1"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -263,9 +263,12 @@ def loss(
     def run(output: Any) -> tuple[Tensor]:
         value = function(output, target)
         if what := no_scalar(value):
+            more = ""
+            if isinstance(value, Mapping | tuple | list):
+                more = ", and nothing beside it: compute what else you want to know from pipe(x)"
             raise ValueError(
                 f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
-                "loss_fn(output, target) that returns one"
+                f"loss_fn(output, target) that returns one{more}"
             )
         if value.is_complex():  # backward() refuses it too: complex numbers have no order
             raise ValueError(

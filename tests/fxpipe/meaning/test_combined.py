@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ def said_of(loss_fn):
 def test_no_weight_is_advised_for_a_loss_over_pairs_of_rows():
     text = said_of(contrastive)
     assert "loss_weight" not in text
+    assert "means over different things" not in text
     assert "to get it, call loss_fn(pipe(x), target) and its backward" in text
 
 
@@ -63,7 +66,7 @@ def test_the_sum_in_a_loss_is_to_be_divided_by_the_number_of_rows(loss_fn):
 def test_a_weight_is_advised_where_one_may_help(loss_fn):
     text = said_of(loss_fn)
     assert "loss_weight=" in text
-    assert "divide" not in text
+    assert "divide that sum" not in text
 
 
 def test_the_sum_in_a_loss_that_a_model_returns_is_said_as_well():
@@ -86,3 +89,68 @@ def test_a_mean_plus_a_sum_can_be_followed_by_a_mean():
     with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=loss_fn) as pipe:
         model = pipe.module
         torch.testing.assert_close(pipe.step(X, target=X), loss_fn(model(X), X).detach())
+
+
+@pytest.mark.parametrize(("given", "kind"), [("sum", "sum"), ("rows", "mean")])
+def test_a_loss_that_is_not_what_loss_weight_says_is_compared_with_that(given, kind):
+    with (
+        fxpipe.compile(
+            nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=contrastive, loss_weight=given
+        ) as pipe,
+        pytest.warns(BatchWarning) as told,
+    ):
+        pipe.step(X, target=X)
+    (text,) = [str(each.message) for each in told]
+    said = f"the loss is not the {kind} over the rows that loss_weight='{given}' says: it is "
+    assert text.startswith(said)
+    assert f"as the {kind} of those of 3 and 2 of them" in text
+
+
+RECIPE = (
+    "If it adds up means over different things, such as rows and tokens, put the counts of the "
+    "whole batch into the target, as tensors without dimensions, divide sums by them, and give "
+    'loss_weight="sum"'
+)
+LABELS = torch.tensor([0, -100, 1, 2, -100, 3, 3, 0])
+
+
+def two_means(output, target):
+    return F.mse_loss(output, target["x"]) + F.cross_entropy(output, target["labels"])
+
+
+def two_sums(output, target):
+    labelled = F.cross_entropy(output, target["labels"], reduction="sum") / target["count"]
+    return F.mse_loss(output, target["x"], reduction="sum") / target["size"] + labelled
+
+
+def test_a_loss_of_two_means_is_to_be_written_as_sums_over_counts_of_the_whole_batch():
+    model, target = nn.Linear(4, 4), {"x": X, "labels": LABELS}
+    with (
+        fxpipe.compile(model, ["cpu"], chunks=4, loss_fn=two_means) as pipe,
+        pytest.warns(BatchWarning, match="neither a mean") as told,
+    ):
+        pipe.step(X, target=target)
+    (text,) = [str(each.message) for each in told]
+    assert RECIPE in text
+    target |= {"count": (LABELS != -100).sum(), "size": torch.tensor(float(X.numel()))}
+    with (
+        fxpipe.compile(model, ["cpu"], chunks=4, loss_fn=two_sums, loss_weight="sum") as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        loss = pipe.step(X, target=target)
+    torch.testing.assert_close(loss, two_means(model(X), target).detach())
+
+
+@pytest.mark.parametrize(
+    "returned", [lambda loss: {"loss": loss, "more": loss}, lambda loss: (loss, loss)]
+)
+def test_a_loss_function_that_returns_more_than_the_loss_is_told_what_to_do(returned):
+    def loss_fn(output, target):
+        return returned(two_means(output, target))
+
+    with (
+        fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=loss_fn) as pipe,
+        pytest.raises(ValueError, match="and nothing beside it: compute what else"),
+    ):
+        pipe.step(X, target={"x": X, "labels": LABELS})
