@@ -29,7 +29,7 @@ LARGEST = 2**26
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptRows:
     """The inputs and the outputs of one run."""
 
     inputs: Sequence[Tensor]
@@ -63,7 +63,7 @@ class KeptOutputs:
         out_dims: Mapping[str, int],
     ) -> None:
         self._run, self._dims, self._out_dims = run, dims, out_dims
-        self._kept: list[_Kept] = []  # the last one first
+        self._kept: list[_KeptRows] = []  # the last one first
 
     def forget(self) -> None:
         """Keep nothing of what the model has given so far."""
@@ -83,7 +83,7 @@ class KeptOutputs:
             self._kept.pop()
         return _of_rows(kept_now, range(kept_now.rows))
 
-    def _of(self, tensors: Sequence[Tensor], output: Any) -> _Kept | None:
+    def _of(self, tensors: Sequence[Tensor], output: Any) -> _KeptRows | None:
         """What to keep of a run; None if the output has something other than rows."""
         given = {
             t.shape[dim] for t, dim in zip(tensors, self._dims, strict=True) if dim is not None
@@ -101,14 +101,14 @@ class KeptOutputs:
         ):
             return None
         outputs = [each.detach() for each in found]
-        return _Kept([t.detach().clone() for t in tensors], outputs, structure, dims, rows)
+        return _KeptRows([t.detach().clone() for t in tensors], outputs, structure, dims, rows)
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) is Tensor and value.layout is torch.strided and not value.is_meta
 
 
-def _of_rows(kept: _Kept, rows: Sequence[int]) -> Any:
+def _of_rows(kept: _KeptRows, rows: Sequence[int]) -> Any:
     """The output for some of the rows of a run. Of each, an output may have several rows, one after
     the other."""
     found = []
