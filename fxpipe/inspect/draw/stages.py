@@ -3,6 +3,7 @@ sends to another."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -28,6 +29,7 @@ from fxpipe.ir.text import human_bytes, human_time
 from passes.common.skips import routes, stage_of
 
 MANY = 4  # more values than this between the same two stages are drawn as one line
+WIDE = 48  # the most letters of a line of what is in a stage, so that the drawing is not too wide
 MANY_RESULTS = 2  # more outputs of the model than this from the same stage are drawn as one line
 
 _NEXT = Line("value for the next stage")
@@ -63,7 +65,7 @@ def _stage(index: int) -> str:
 def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost, contains: str) -> None:
     text = label(
         f"stage {stage} · {device}",
-        *([contains] if contains else []),
+        *textwrap.wrap(contains, WIDE, break_long_words=False, break_on_hyphens=False),
         f"parameters {human_bytes(cost.param_bytes)}, "
         f"activations {human_bytes(cost.activation_bytes)}",
         f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)}",

@@ -193,6 +193,15 @@ def test_stages_say_their_devices_sizes_and_times():
     )
 
 
+def test_what_is_in_a_stage_is_said_in_lines_that_are_not_too_long():
+    several = [f"model.encoder.layers.{i}.block.0 to 3" for i in range(3)]
+    costs, contain = [Cost(), Cost()], [", ".join(several), "head"]
+    found = boxes(draw_stages(mlp().stage_graph, TWO, costs, contain).source)
+    first, second = (found[f"stage {stage}"].split(r"\n") for stage in range(2))
+    assert first[1:4] == [f"{several[0]},", f"{several[1]},", several[2]]
+    assert second[1] == "head"
+
+
 def test_what_goes_between_stages_is_labelled_with_name_type_and_size():
     lines = edges(draw_stages(mlp().stage_graph, TWO, [Cost()] * 2).source)
     assert set(lines) == {("x", "stage 0"), ("stage 0", "stage 1"), ("stage 1", "output")}
