@@ -56,4 +56,5 @@ class _Describer(TensorDescriber):
 
     def describe_tensor(self, t: Tensor, **options: Any) -> Any:
         found = super().describe_tensor(t, **options)
-        return replace(found, device=seen_on(found.device))
+        device = seen_on(found.device)
+        return found if device == found.device else replace(found, device=device)
