@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
 from fxpipe.trace.itself import OnTheInputs
-from fxpipe.trace.premises import attributes_read
+from fxpipe.trace.premises import Reads, attributes_read
 
 Trace = Callable[[InDims], Traced | None]
 """``trace(dims)`` gives a graph of the model that has not been compared with it, for inputs with
@@ -114,18 +115,20 @@ class Asking:
             return None
         with attributes_read(runs.model) as reads:
             traced = trace(dims)
-            if traced is None:
-                return None
-            by_the_trace = dict(reads)
-            give_back()  # what the trace has freed: runs of the model take memory of their own
-            check = ByGraph(runs, traced, self.tensors, dims)
+        if traced is None:
+            return None
+        give_back()  # what the trace has freed: runs of the model take memory of their own
+        check = ByGraph(runs, traced, self.tensors, dims)
+        # What is replaced for the check on the model's modules are no premises.
+        are_replaced = bool(batch_norms(runs.model) or dropouts(runs.model))
+        watch = nullcontext(Reads()) if are_replaced else attributes_read(runs.model)
+        with watch as by_the_check:
             verdict = check.verdict()
         if verdict is None:
             return None
         found = self.meaning(dims, verdict, ways)
-        # What has been replaced for the check on the model's modules are no premises.
-        as_it_runs = not (check.has_effects or batch_norms(runs.model) or dropouts(runs.model))
-        found.graph = Compared(traced, reads if as_it_runs else by_the_trace, as_it_runs)
+        as_it_runs = not (check.has_effects or are_replaced)
+        found.graph = Compared(traced, by_the_check | reads if as_it_runs else reads, as_it_runs)
         return found
 
     def best(self, ways: Sequence[InDims]) -> Meaning:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
+from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps, has_size_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
@@ -161,9 +162,10 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 once.exported(),
                 exported_somewhere(example),
                 prints() as printed,
+                unwatched() as watched,
             ):
                 program = torch.export.export(
-                    _OnTensors(example, structures.append),
+                    _OnTensors(example, structures.append, watched),
                     tuple(tensor.clone() for tensor in tensors),
                     dynamic_shapes={"inputs": _dynamic(tensors, example, strategy)},
                     strict=False,
@@ -266,18 +268,24 @@ def _warn_of_hooks(model: nn.Module) -> None:
 
 class _OnTensors(nn.Module):
     """The model as a function from tensors to a list of tensors: export does not accept all types
-    of arguments and outputs. ``keep`` is called with the structure of the output."""
+    of arguments and outputs. ``keep`` is called with the structure of the output, and ``watched``
+    gives a context in which the model runs."""
 
-    def __init__(self, example: Example, keep: Callable[[Structure], None]) -> None:
+    def __init__(
+        self,
+        example: Example,
+        keep: Callable[[Structure], None],
+        watched: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__()
         self.model = example.model
         self.training = example.model.training
         self.arguments = example.arguments
-        self.keep = keep
+        self.keep, self.watched = keep, watched
 
     def forward(self, *inputs: Tensor) -> list[Any]:
         args, kwargs = self.arguments(inputs)
-        with skip.tracking(self.model), buffers_kept(self.model):
+        with skip.tracking(self.model), buffers_kept(self.model), self.watched():
             outputs, structure = Structure.of(self.model(*args, **kwargs))
         self.keep(structure)
         return outputs

@@ -8,6 +8,7 @@ that compile take turns, by :data:`LOCK`.
 The table has the attribute that is patched, the function that patches it, and the reason::
 
     nn.Module.__getattribute__          attributes_read   to see which attributes a forward reads
+    nn.Module.__getattribute__          unwatched         to see none that export itself reads
     autograd.Function.apply             functions_handled to keep the user's backward in the graph
     Tensor.register_hook                tensor_hooks      to see hooks, which change gradients
     Tensor.tolist, Tensor.numpy...      computed_with     to see of which values it makes constants

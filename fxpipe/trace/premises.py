@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -56,6 +56,7 @@ class _Missing(Enum):
 MISSING = _Missing.MISSING
 """The value of an attribute that a module does not have."""
 
+_LOOK_UP = "__getattribute__"
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
 # Read at every look-up of a parameter, or call of a module; no attributes of a forward.
 _PASSED = _EVERY | {"__dict__", "__class__"}
@@ -111,8 +112,22 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 
         return watched
 
-    with patched(nn.Module, "__getattribute__", replace, tells_threads=True):
+    with patched(nn.Module, _LOOK_UP, replace, tells_threads=True):
         yield reads
+
+
+@contextmanager
+def unwatched() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Inside the ``with`` block no look-ups are noted, and they take the time that they always
+    take: it is for code of PyTorch, which goes through all modules many times. Yields what makes
+    contexts in which look-ups are noted as ahead of the block: for the code of the model that is
+    called from there."""
+    watched = vars(nn.Module).get(_LOOK_UP)
+    if watched is None:
+        yield nullcontext
+        return
+    with patched(nn.Module, _LOOK_UP, lambda _: object.__getattribute__, tells_threads=True):
+        yield lambda: patched(nn.Module, _LOOK_UP, lambda _: watched, tells_threads=True)
 
 
 def _is_missed(module: nn.Module, name: str) -> bool:

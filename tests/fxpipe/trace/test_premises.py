@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.trace.premises import Premises, attributes_read
+from fxpipe.trace.premises import Premises, attributes_read, unwatched
 from tests.zoo import MLP, outputs_of_loop, same
 
 TWO = ["cpu", "cpu"]
@@ -403,6 +403,23 @@ def test_look_ups_of_pytorch_that_fail_are_no_premises():
         hasattr(model[0], "asked_by_the_model")
     missing = [name for module, name in reads if not hasattr(module, name)]
     assert missing == ["asked_by_the_model"]
+
+
+def test_what_others_read_while_a_model_is_exported_is_not_noted():
+    model = Switched()
+    with attributes_read(model) as outer, attributes_read(model) as inner:
+        with unwatched() as watched:
+            _ = model.names, getattr(model, "asked_in_vain", None)
+            with watched():
+                _ = model.scale
+            _ = model.config
+        _ = model.weights
+    assert {name for _, name in outer} == {name for _, name in inner} == {"scale", "weights"}
+
+
+def test_where_nothing_is_watched_there_is_nothing_to_switch_off():
+    with unwatched() as watched, watched():
+        assert "__getattribute__" not in vars(nn.Module)
 
 
 def test_nothing_is_watched_any_more_afterwards():
