@@ -23,6 +23,7 @@ The table has the attribute that is patched, the function that patches it, and t
     torch.compiler.is_compiling         eased             as torch.export sets it for all threads
     torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
     fx._get_graph_module_cls            eased             to write no code that does not run
+    fx._extract_tensor_metadata         eased             to describe each value once, and not twice
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
     ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
     TracerBase.create_node              lines_of_the_m... to name the model's lines of a node
@@ -59,6 +60,8 @@ from fxpipe.ir._torch import (
     EXPORT,
     GRAPH_MODULE_CLASS,
     GRAPH_MODULES,
+    PROXIES,
+    TENSOR_METADATA,
     VALIDATE_ARGS,
     WITHOUT_BACKENDS,
     FxPatcher,
@@ -329,7 +332,8 @@ def eased() -> Iterator[None]:
 
     A backward within the forward, on which export fails as well, is refused with a message that
     says so. Flags that export sets for the whole process are set for this thread only. And the
-    code of the graph, which each pass of export would write anew, is written when it runs.
+    code of the graph, which each pass of export would write anew, is written when it runs, and
+    values are described by their fakes only.
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
@@ -344,6 +348,7 @@ def eased() -> Iterator[None]:
         stack.enter_context(patched(EXPORT, WITHOUT_BACKENDS, lambda _: nullcontext))
         lazy = patched(GRAPH_MODULES, GRAPH_MODULE_CLASS, lambda _: lambda: LazyGraphModule)
         stack.enter_context(lazy)
+        stack.enter_context(patched(PROXIES, TENSOR_METADATA, lambda _: lambda value: None))
         yield
 
 

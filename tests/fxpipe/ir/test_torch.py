@@ -580,6 +580,15 @@ def test_an_export_asks_for_the_class_of_its_graph_module(monkeypatch):
     assert asked
 
 
+def test_an_export_describes_values_beside_their_fakes(monkeypatch):
+    """When ``torch.export`` leaves ``tensor_meta`` out, the name goes."""
+    monkeypatch.setattr(_torch.PROXIES, _torch.TENSOR_METADATA, lambda value: "described")
+    program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert node.meta["tensor_meta"] == "described"
+    assert isinstance(node.meta["val"], _torch.FakeTensor)
+
+
 def test_an_export_gives_the_tensors_it_has_lost_track_of_as_constants(recwarn):
     """When ``torch.export`` follows ``tensor.data``, or its error tells the module by an attribute,
     ``lost_tensors_as_constants`` goes."""
