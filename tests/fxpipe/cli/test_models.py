@@ -232,7 +232,7 @@ def test_bench_compares_predicted_and_measured(models):
     assert re.search(r"^predicted [\d.]+ \S+, measured [\d.]+ \S+ \([+-][\d.]+%\)$", out, re.M)
     assert re.search(r"^stage 1 backward: predicted [\d.]+ \S+, measured [\d.]+ ", out, re.M)
     assert re.search(r"^predicted from the measured times of the stages: [\d.]+ ", out, re.M)
-    assert "times as long as predicted (stage 0 " in " ".join(out.split()), "with the causes"
+    assert "that are predicted (stage 0 " in " ".join(out.split()), "with the causes"
     drawing = (models / "out.svg").read_text()
     assert "predicted" in drawing and "measured" in drawing
 
