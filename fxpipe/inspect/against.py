@@ -18,7 +18,7 @@ from fxpipe.ir.text import human_time
 from fxpipe.schedule import Timeline
 from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD, OPTIMIZER
 
-SEEN = 0.02  # the part of the measured time from which on it is said what passes between actions
+SEEN = 0.02  # the part of a step, or of the mean time of its stages, that is said
 OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
 NAMED = 4  # the most stages whose factors are given one by one
 
@@ -122,9 +122,11 @@ def _of_actions(timeline: Timeline) -> float:
 
 
 def _of_stages(predicted: Timeline, measured: Timeline) -> dict[int, float]:
-    """By how much longer each stage works in the measured step."""
+    """By how much longer each stage works in the measured step, of those whose work is seen in the
+    predicted one."""
     one, other = _seconds(predicted), _seconds(measured)
-    return {stage: _ratio(other[stage], one[stage]) for stage in sorted(one)}
+    least = SEEN / len(one) * sum(one.values())
+    return {stage: _ratio(other[stage], one[stage]) for stage in sorted(one) if one[stage] > least}
 
 
 def _seconds(timeline: Timeline) -> dict[int, float]:

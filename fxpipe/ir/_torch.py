@@ -507,7 +507,7 @@ PROXIES: ModuleType = importlib.import_module("torch.fx.experimental.proxy_tenso
 TENSOR_METADATA = "_extract_tensor_metadata"
 """The function of that module by which torch.export describes the value of each node once more, as
 ``meta["tensor_meta"]``, beside the fake value ``meta["val"]`` from which it takes all that it says.
-Nothing needs both, and this takes a tenth of the time of an export."""
+Nothing needs both, and this takes some percent of the time of an export."""
 
 TensorDescriber = MetaTensorDescriber
 DESCRIBE = "describe_tensor"

@@ -1,11 +1,12 @@
 """Bounds: lower bounds on the time of the slowest stage, which hold for every cut.
 
-The result is the largest of three bounds. The first is the total work divided evenly among the
-stages, and the second the time of the heaviest node. The third takes the graph for a row of atoms
-and fluid: an atom is a node that is ordered before or after every other node (in a residual net
-most nodes are), which cannot be divided; the nodes between two atoms count as a fluid, which can be
-divided anywhere. The row fits a limit if the stages, filled one after the other up to the limit,
-have room for it; the bound is the smallest limit that it fits.
+The result is the largest of four bounds. The first is the total work divided evenly among the
+stages, and the second the time of the heaviest node. The third is what the last stage takes beside
+its nodes, and one of those that no other node uses, since it has one. The fourth takes the graph
+for a row of atoms and fluid: an atom is a node that is ordered before or after every other node (in
+a residual net most nodes are), which cannot be divided; the nodes between two atoms count as a
+fluid, which can be divided anywhere. The row fits a limit if the stages, filled one after the other
+up to the limit, have room for it; the bound is the smallest limit that it fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PRECISION = 1e-6
 def lower_bound(dag: Dag, machine: Machine) -> float:
     """Seconds that the slowest stage of any cut takes at least."""
     rows, more = machine.fastest(dag), np.asarray(machine.more)
-    low = least_share(dag, machine)
+    last = min((float(rows[-1, node]) for node, after in enumerate(dag.after) if not after))
+    low = max(least_share(dag, machine), last + float(more[-1]))
     sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
     is_atom = np.array(_atoms(dag), dtype=bool)
     high = max(low, float((rows.sum(axis=1) + more).min()))

@@ -28,6 +28,12 @@ def test_it_says_by_which_factor_the_step_and_each_stage_are_longer():
     assert not is_off(predicted, step(1.2e-3, 1.2e-3))
 
 
+def test_a_stage_that_does_hardly_anything_is_left_out():
+    predicted, measured = step(1e-3, 0.0, 1e-6), step(3e-3, 1e-3, 1e-3)
+    _, second, *_ = against(predicted, measured, measured, ["cuda:0", "cuda:1", "cuda:2"])
+    assert "are predicted (stage 0 3)." in second
+
+
 def test_of_many_stages_it_names_those_that_differ_least_and_most():
     predicted, measured = step(*[1e-3] * 6), step(*(1e-3 * i for i in (3, 2, 3, 4, 9, 4)))
     _, second = against(predicted, measured, measured, [f"cuda:{i}" for i in range(6)])

@@ -41,8 +41,9 @@ def test_faster_stages_take_more():
 
 def test_what_a_stage_takes_beside_its_nodes_counts():
     assert lower_bound(row(*[1.0] * 8), Machine(2, more=[0, 2])) == pytest.approx(5)
-    assert lower_bound(row(*[1.0] * 8), Machine(2, more=[0, 20])) == 20
+    assert lower_bound(row(*[1.0] * 8), Machine(2, more=[0, 20])) == 21
     assert lower_bound(row(3, 3), Machine(2, more=[0, 2])) == pytest.approx(5), "not 4"
+    assert lower_bound(row(1, 1, 9), Machine(3, more=[0, 0, 4])) == pytest.approx(13), "not 9"
 
 
 @pytest.mark.parametrize("seed", range(150))
