@@ -28,6 +28,7 @@ from fxpipe.planning.result import ROUNDING
 from passes.common.modes import AUTO, of_stages, plain, recomputing_less
 from passes.common.segments import counts, is_open
 from passes.partition.automatic import SLACK, DoesNotFit
+from passes.partition.problem import Beside
 
 ROUNDS = 6
 """How often a model is cut again, at most, for what the simulation says of the cut before."""
@@ -93,9 +94,7 @@ class JointSearch:
                 yield known[cut.stage].within(cut.bound)
                 return
             beside = lanes.beside(cut, order)
-            limited = replace(cut, devices=lanes.devices(part), beside=beside)
-            found = self._settled(limited, lanes.step(limited, lanes.chosen(limited)))
-            known[cut.stage] = found
+            known[cut.stage] = found = self._under(cut, part, beside)
             yield found
             order = found.step.order
             try:
@@ -104,6 +103,17 @@ class JointSearch:
                 if is_tightest:
                     return
                 cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
+
+    def on(self, cut: CutModel, part: int) -> CutWithWays:
+        """A cut that has been found for other ways, with those that suit it here."""
+        lanes = self.lanes
+        cut = replace(cut, devices=lanes.devices(None), beside=())
+        order = lanes.step(cut, lanes.chosen(cut)).order
+        return self._under(cut, part, lanes.beside(cut, order))
+
+    def _under(self, cut: CutModel, part: int, beside: Beside) -> CutWithWays:
+        limited = replace(cut, devices=self.lanes.devices(part), beside=beside)
+        return self._settled(limited, self.lanes.step(limited, self.lanes.chosen(limited)))
 
     def faster(self, found: CutWithWays, part: int) -> CutWithWays:
         """A step that is as fast as this one, or faster: the model is cut for its ways, and for

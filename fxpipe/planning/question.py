@@ -4,7 +4,7 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -193,7 +193,7 @@ def saved_by_loss(
     return measured(found, prices.sketched.graph)
 
 
-def _shortage(plan: Plan) -> str:
+def shortage(plan: Plan) -> str:
     """A sentence that says how much memory is missing on which device for a plan."""
     limits = [spec.memory or 0.0 for spec in plan.devices]
     short = [
@@ -255,9 +255,12 @@ class PlanQuestion:
         return is_open(self.checkpoint_segments, self.checkpoint)
 
     @property
-    def _has_ways(self) -> bool:
-        """Whether the stages may choose what they keep."""
-        return self._is_open or self.checkpoint == modes.AUTO
+    def _restricts_ways(self) -> bool:
+        """Whether there is a limit of memory, under which stages recompute, and they do not choose
+        by themselves what, and in how many segments."""
+        is_limited = any(spec.memory is not None for spec in self.specs)
+        recomputes = any(map(modes.is_recomputed, modes.listed(self.checkpoint)))
+        return is_limited and recomputes and not (self.checkpoint == modes.AUTO and self._is_open)
 
     @property
     def _trains(self) -> bool:
@@ -279,30 +282,45 @@ class PlanQuestion:
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
-        lanes, search = self._lanes, self._search
+        plan = self.nearest()
+        if self.is_automatic and not plan.fits:
+            raise DoesNotFit(shortage(plan))
+        return plan
+
+    def nearest(self) -> Plan:
+        """The fastest plan that fits, or if none is found the one that is short of fewest bytes."""
+        return self._lanes.plan(self._best.cut, self._best.step)
+
+    @cached_property
+    def _best(self) -> CutWithWays:
+        """The fastest of all that are found and fit; if there is none, the one that is short of
+        fewest bytes."""
+        search = self._search
         if not self.is_automatic:
-            return self._plan(search.given())
+            return search.given()
         free = search.free()
-        if not free.short:
-            return self._plan(free)
-        every: list[CutWithWays] = []
+        recomputes = any(map(modes.is_recomputed, modes.listed(free.step.modes)))
+        may_hide = self._restricts_ways and recomputes
+        if not free.short and not may_hide:
+            return free
+        every: list[CutWithWays] = [free]
         for part in self._parts:
-            for found in search.found(free, part):
+            for found in self._found(free, part):
                 every.append(found)
-                if not found.short and found.seconds <= free.seconds * (1 + ROUNDING):
-                    return self._plan(found)  # no limit costs any time
+                is_free = not found.short and found.seconds <= free.seconds * (1 + ROUNDING)
+                if is_free and not may_hide:
+                    return found  # no limit costs any time
             fitting = [found for found in every if not found.short]
             if fitting:
                 best = min(fitting, key=lambda found: found.seconds)
                 same = [found for found in every if found.cut.stage == best.cut.stage]
                 best = best.within(max(found.cut.bound for found in same))
-                return self._plan(search.faster(best, part) if self._has_ways else best)
-        least = min([free, *every], key=lambda found: found.short)
-        raise DoesNotFit(_shortage(lanes.plan(least.cut, least.step)))
+                return search.faster(best, part)
+        return min(every, key=lambda found: found.short)
 
     def can_fit(self) -> bool:
-        """Whether there is a plan that fits. The same ones are tried as by :meth:`answer`, but the
-        first that fits is enough, which need not be the fastest."""
+        """Whether there is a plan that fits. Those are tried that :meth:`answer` tries first, and
+        one that fits is enough, which need not be the fastest."""
         if not self.is_automatic:
             return not self._search.given().short
         free = self._search.free()
@@ -310,12 +328,20 @@ class PlanQuestion:
             not found.short for part in self._parts for found in self._search.found(free, part)
         )
 
+    def _found(self, free: CutWithWays, part: int) -> Iterator[CutWithWays]:
+        """What is found under the limits; see :meth:`JointSearch.found`. Where the user restricts
+        what stages recompute, the cut that is best if they choose it is taken, too, with what the
+        user gives: the search for a cut counts what recomputing takes in full, while the simulation
+        knows where lanes would be idle else.
+        """
+        yield from self._search.found(free, part)
+        if self._restricts_ways:
+            best = replace(self, checkpoint=modes.AUTO, checkpoint_segments=None)._best
+            yield self._search.on(replace(best.cut, bound=free.cut.bound), part)
+
     @cached_property
     def _search(self) -> JointSearch:
         return JointSearch(self._lanes, self._cut)
-
-    def _plan(self, found: CutWithWays) -> Plan:
-        return self._lanes.plan(found.cut, found.step)
 
     @property
     def _parts(self) -> list[int]:

@@ -105,6 +105,23 @@ def test_of_a_given_cut_each_stage_gets_the_mode_for_which_it_has_room():
     assert found.checkpoint == ("always", "never")
 
 
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        (0.9, {"lanes": 4}),  # no lane waits for what the first one recomputes
+        (0.5, {"lanes": 3}),
+        (0.55, {"schedule": "gpipe"}),
+    ],
+)
+def test_modes_that_are_given_are_as_fast_as_where_they_are_chosen(part, options):
+    limit = part * max(plan(None, "never", **options).memory)
+    chosen = plan(limit, **options)
+    assert not is_never(chosen.checkpoint)
+    segments = chosen.checkpoint_segments
+    given = plan(limit, chosen.checkpoint, checkpoint_segments=segments, **options)
+    assert given.fits and given.seconds <= chosen.seconds * (1 + 1e-9)
+
+
 def test_the_modes_are_in_the_plans_text():
     limit = 0.7 * max(plan(None, "never").memory)
     assert "checkpoint: always, never" in str(plan(limit))
