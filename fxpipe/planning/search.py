@@ -24,7 +24,7 @@ cut and every order, so that leaving out loses nothing:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from fxpipe.ir.log import PLAN
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_time
 from fxpipe.planning.loss import SavedByLoss
-from fxpipe.planning.question import CostedModel, PlanQuestion
+from fxpipe.planning.question import CostedModel, PlanQuestion, shortage
 from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.schedule import AUTO, NAMES, Schedule, named, placement_of
 from passes.common.modes import Modes
@@ -80,12 +80,14 @@ class SettingTrial:
         plan: the plan; None if there is none that fits, or if a bound has made it needless.
         seconds: the predicted time of a step, or the lower bound on it; inf if it does not fit.
         why: why there is no plan; empty if there is one, or if it is left out.
+        nearest: a plan that does not fit, and is short of fewest bytes of those that were found.
     """
 
     setting: Setting
     plan: Plan | None
     seconds: float
     why: str = ""
+    nearest: Plan | None = None
 
     @property
     def is_left_out(self) -> bool:
@@ -234,11 +236,11 @@ class SettingSearch:
 
     def _planned(self, setting: Setting) -> SettingTrial:
         try:
-            plan = self.question(setting).answer()
-        except PartitionError as error:  # nothing fits, or there are fewer nodes than stages
+            plan = self.question(setting).nearest()
+        except PartitionError as error:  # there are fewer nodes than stages, say
             return SettingTrial(setting, None, math.inf, str(error))
         if not plan.fits:
-            return SettingTrial(setting, None, math.inf, "a given cut does not fit")
+            return SettingTrial(setting, None, math.inf, shortage(plan), plan)
         return SettingTrial(setting, plan, plan.seconds)
 
     def fastest(self, settings: Sequence[Setting], *, has_own: bool = False) -> list[SettingTrial]:
@@ -258,6 +260,19 @@ class SettingSearch:
         if has_own:
             for setting in self._own(_ranked(trials), settings):
                 trials.append(self._unless_slower(setting, trials))
+        return _ranked(trials)
+
+    def all_of(
+        self, settings: Sequence[Setting], *, has_own: bool, done: Callable[[], object]
+    ) -> list[SettingTrial]:
+        """The trials of all these settings, none of which is left out, in the order of
+        :meth:`fastest`. ``done`` is called after each."""
+        trials = []
+        for setting in settings:
+            trials.append(self.trial(setting))
+            done()
+        if has_own:
+            trials += map(self.trial, self._own(_ranked(trials), settings))
         return _ranked(trials)
 
     def of_open(self, left: Left, rows: int | None) -> list[SettingTrial]:
@@ -292,22 +307,23 @@ class SettingSearch:
         Raises :class:`DoesNotFit`, with advice, if there is no cut that fits, and
         :class:`PartitionError` if the model cannot be cut as the user asks.
         """
-        lanes = len(self.specs)
-        settings = [trial.setting for trial in trials]
-        most_likely = min(
-            settings,
-            key=lambda each: (
-                len(placement_of(each.schedule, lanes, each.stages)),
-                each.schedule != AUTO,
-                -each.chunks,
-            ),
-        )
-        question = self.question(most_likely)
-        try:
-            question.answer()
-        except DoesNotFit as error:
-            raise DoesNotFit(f"{error}; {question.ways_out(rows)}") from None
+        nearest = trials[0]
+        question = self.question(nearest.setting)
+        if nearest.nearest is None:
+            question.nearest()  # raises the error that says why
+        if question.is_automatic:
+            raise DoesNotFit(f"{nearest.why}; {self.advice(nearest, rows)}")
         return "the cut that is given fits into the memory with none of the settings"
+
+    def advice(self, trial: SettingTrial, rows: int | None) -> str:
+        """A sentence that says which changes would make a setting fit that does not; empty if it
+        has no plan for another reason."""
+        if trial.nearest is None:
+            return ""
+        question = self.question(trial.setting)
+        if not question.is_automatic:
+            return 'partition="auto" looks for a cut that fits'
+        return f"from {trial.setting}: {question.ways_out(rows)}"
 
     def _own(self, trials: Sequence[SettingTrial], settings: Sequence[Setting]) -> list[Setting]:
         """The settings with an order of its own that are looked at."""
@@ -375,15 +391,21 @@ class SettingSearch:
 
 
 def _ranked(trials: Iterable[SettingTrial]) -> list[SettingTrial]:
-    """The trials, the fastest first; of equally fast ones that which takes less memory."""
+    """The trials, the fastest first; of equally fast ones that which takes less memory. Of those
+    that do not fit the first one is short of fewest bytes."""
     return sorted(
         trials,
         key=lambda trial: (
             trial.plan is None,
             float(f"{trial.seconds:.9g}"),
-            max(trial.plan.memory) if trial.plan else 0.0,
+            max(trial.plan.memory) if trial.plan else _missing(trial.nearest),
         ),
     )
+
+
+def _missing(nearest: Plan | None) -> float:
+    """The bytes that are missing for a plan that does not fit; inf if there is none."""
+    return math.inf if nearest is None else -sum(min(0.0, left) for left in nearest.headroom)
 
 
 @dataclass(frozen=True)

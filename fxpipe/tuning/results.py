@@ -28,7 +28,8 @@ class TuningTrial:
             "partition"; "stages" if their number was given; and "checkpoint_segments" if there are
             several.
         seconds: the predicted time of a training step; inf if it does not fit.
-        memory: the predicted bytes of each lane at the most.
+        memory: the predicted bytes of each lane at the most; if it does not fit, those of the plan
+            that is short of fewest.
         bubble: the predicted fraction of the lanes' time in which they are idle.
         measured: the measured time of a step in seconds; None: it has not been measured.
         why: why it does not fit, or could not be measured; empty otherwise.
@@ -60,10 +61,12 @@ class Tuning:
         trials: the ways to run the model, the best first.
         plain: the measured seconds of a step of the model by itself, without a pipeline, on the
             first device; None if nothing was measured, or if the device has not enough memory.
+        advice: if nothing fits, what would; else empty.
     """
 
     trials: tuple[TuningTrial, ...]
     plain: float | None = None
+    advice: str = ""
 
     @property
     def best(self) -> TuningTrial:
@@ -73,8 +76,15 @@ class Tuning:
         """
         found = min(self.trials, key=lambda trial: trial.key)
         if not found.fits:
-            raise DoesNotFit(f"nothing that was tried fits; the last said: {self.trials[-1].why}")
+            raise DoesNotFit(f"nothing that was tried fits; {self._why_none}")
         return found
+
+    @property
+    def _why_none(self) -> str:
+        """Why the setting does not fit that is nearest to it, and what would fit."""
+        nearest = self.trials[0]
+        parts = [f"{said(nearest)}: {nearest.why}", *[self.advice] * bool(self.advice)]
+        return "; ".join(parts)
 
     @property
     def front(self) -> tuple[TuningTrial, ...]:
@@ -100,7 +110,9 @@ class Tuning:
             }
             for trial in self.trials
         ]
-        written = {"fxpipe tuning": 1, "plain": self.plain, "trials": trials}
+        written: dict[str, Any] = {"fxpipe tuning": 1, "plain": self.plain, "trials": trials}
+        if self.advice:
+            written["advice"] = self.advice
         Path(path).write_text(json.dumps(written, indent=1) + "\n")
 
     @staticmethod
@@ -123,7 +135,8 @@ class Tuning:
                 for each in read["trials"]
             ]
             plain = read.get("plain")  # files of earlier versions have none
-            return Tuning(tuple(trials), None if plain is None else float(plain))
+            plain = None if plain is None else float(plain)
+            return Tuning(tuple(trials), plain, str(read.get("advice", "")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no file that Tuning.save has written ({error})") from error
 
@@ -136,21 +149,24 @@ class Tuning:
         is_measured = any(trial.measured is not None for trial in self.trials)
         for column in ("step", *["measured"] * is_measured, "bubble", "most memory"):
             table.add_column(column, justify="right")
-        shown = [trial for trial in sorted(self.trials, key=lambda t: t.key) if trial.fits]
-        for trial in shown:
+        fitting = [trial for trial in sorted(self.trials, key=lambda t: t.key) if trial.fits]
+        for trial in fitting or self.trials:
+            partition = trial.options.get("partition")
             table.add_row(
                 str(trial.options["schedule"]),
-                str(1 + max(trial.options["partition"].values())),
+                str(1 + max(partition.values())) if partition else "",
                 str(trial.options["chunks"]),
                 _modes(trial),
-                human_time(trial.seconds),
+                human_time(trial.seconds) if trial.fits else "does not fit",
                 *["" if trial.measured is None else human_time(trial.measured)] * is_measured,
-                f"{trial.bubble:.0%}",
-                human_bytes(round(max(trial.memory))) + " *" * (trial in self.front),
+                f"{trial.bubble:.0%}" if trial.fits else "",
+                (human_bytes(round(max(trial.memory))) if trial.memory else "")
+                + " *" * (trial in self.front),
             )
-        lines = [
-            f"{len(shown)} of {len(self.trials)} settings fit; * none is both faster and smaller"
-        ]
+        said_of_all = f"{len(fitting)} of {len(self.trials)} settings fit"
+        lines = [f"{said_of_all}; * none is both faster and smaller"]
+        if not fitting:
+            lines = [f"{said_of_all}; the nearest is {self._why_none}"]
         if self.plain is not None:
             took = human_time(self.plain)
             lines.append(f"without a pipeline, on the first device, a step was measured at {took}")

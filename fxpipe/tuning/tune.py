@@ -5,9 +5,7 @@ by measuring the best few.
 
     chunks      4, 8, 16 ...      ┐
     schedule    1f1b, zbv ...     ├─ a plan for each ── the fastest that fit ── measured
-    stages      as it takes       │  (the cut, and the checkpoint mode of each stage)
-    checkpoint  "auto"            │
-    segments    where they help   ┘
+    stages      as it takes       ┘  (the cut, the checkpoint mode of each stage and its segments)
 
 Each plan is a trial of the search that ``schedule="auto"`` makes (:mod:`fxpipe.planning.search`),
 which leaves out what cannot be the fastest; here all are made, as all are shown.
@@ -19,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +37,7 @@ from fxpipe.planning.limits import Memory, free_memory, limits_of
 from fxpipe.planning.loss import ExpectedLoss, no_loss
 from fxpipe.planning.optimizer import optimizer_states, optimizer_update
 from fxpipe.planning.question import CostedModel, CostSettings, costed, saved_by_loss
-from fxpipe.planning.result import ROUNDING
 from fxpipe.planning.search import (
-    Setting,
     SettingSearch,
     SettingTrial,
     numbers_of_microbatches,
@@ -52,14 +49,17 @@ from fxpipe.trace import CustomTracer
 from fxpipe.tuning.plain import plain_step
 from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
-from passes.common.modes import AUTO, Modes, is_never, modes_of
+from passes.common.modes import AUTO, Modes, modes_of
 from passes.common.segments import Segments, segments_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
+from passes.partition.by_name import shortest_mapping
 from passes.partition.partition import Spec, within
 
 
-def _shown(trial: SettingTrial, checkpoint: Modes, costs: Costs) -> TuningTrial:
+def _shown(
+    trial: SettingTrial, checkpoint: Modes, costs: Costs, prices: CostedModel
+) -> TuningTrial:
     """A trial of the search as one of a tuning. Its options have the costs by which it was cut, so
     that a pipeline with these options is explained by them, too."""
     setting, plan = trial.setting, trial.plan
@@ -69,13 +69,16 @@ def _shown(trial: SettingTrial, checkpoint: Modes, costs: Costs) -> TuningTrial:
     if setting.stages is not None:
         options["stages"] = setting.stages
     segments = setting.segments if plan is None else plan.checkpoint_segments
-    if segments != 1:
+    if segments not in (None, 1):
         options["checkpoint_segments"] = list(segments) if isinstance(segments, tuple) else segments
     if plan is None:
-        return TuningTrial(options | {"checkpoint": checkpoint}, math.inf, why=trial.why)
+        needed = () if trial.nearest is None else trial.nearest.memory
+        return TuningTrial(options | {"checkpoint": checkpoint}, math.inf, needed, why=trial.why)
     modes = plan.checkpoint
     options["checkpoint"] = modes if isinstance(modes, str) else list(modes)
-    options["partition"] = plan.partition
+    options["partition"] = shortest_mapping(
+        prices.with_costs(setting.chunks).graph, plan.partition, len(plan.stages)
+    )
     return TuningTrial(options, plan.seconds, plan.memory, plan.bubble)
 
 
@@ -90,7 +93,7 @@ def tune(
     schedules: Sequence[str] | None = None,
     stages: Sequence[int | None] = (None,),
     checkpoint: Modes = AUTO,
-    checkpoint_segments: Sequence[Segments] = (1, 2, 4),
+    checkpoint_segments: Sequence[Segments] = (None,),
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     memory: Memory = None,
@@ -114,14 +117,13 @@ def tune(
             devices or the names of known ones, for which nothing can be measured.
         chunks: the numbers of micro-batches to try. None: those that cut the mini-batch into equal
             parts, up to eight for each lane.
-        schedules: the schedules to try. None: all of :data:`fxpipe.schedule.NAMES`.
+        schedules: the schedules to try. None: all of :data:`fxpipe.schedule.NAMES`, and an order of
+            its own, as ``schedule="auto"`` does.
         stages: the numbers of stages to try. None among them stands for as many as a schedule
             takes.
         checkpoint: as for :func:`fxpipe.compile`; by default the mode of each stage is chosen.
         checkpoint_segments: in how many segments stages are recomputed: values to try, each as for
-            :func:`fxpipe.compile`. Other ones than 1 are tried where a stage is recomputed, or
-            nothing fits otherwise, and are among the trials where they make a trial fit, faster, or
-            smaller.
+            :func:`fxpipe.compile`, which chooses the numbers together with the modes for None.
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
         measure: how many of the best trials are compiled and measured, each on a copy of the model;
@@ -168,7 +170,8 @@ def tune(
     settings = CostSettings(
         costs, specs[0], optimizer_states(optimizer, ADAM), optimizer_update=update
     )
-    segments = [segments_of(each, "always") for each in checkpoint_segments]
+    modes = modes_of(checkpoint)
+    segments = [segments_of(each, modes) for each in checkpoint_segments]
     tried = [count("chunks", each, "the number of micro-batches") for each in chunks or ()]
     with compiling():
         prices, batch = costed(
@@ -182,7 +185,6 @@ def tune(
         )
         if measure:
             _check_loss(prices, options.get("loss_fn"), target)
-        modes = modes_of(checkpoint)
         loss = saved_by_loss(prices, options.get("loss_fn"), target)
         search = SettingSearch(prices, within(partition, boundaries), specs, modes, names, loss)
         numbers = tried or numbers_of_microbatches(len(specs), batch)
@@ -191,21 +193,16 @@ def tune(
             numbers,
             NAMES if schedules is None else schedules,
             stages,
-            [1],
+            segments,
             is_strict=schedules is not None and None in stages,
         )
         with Progress(transient=True, disable=not progress, console=_console()) as bar:
             task = bar.add_task("planning", total=len(asked))
-            trials = []
-            for setting in asked:
-                found = search.trial(setting)
-                trials.append(_shown(found, modes, costs))
-                for more in _segmented(found, segments, modes):
-                    other = search.trial(more)
-                    if _helps(other, found):
-                        trials.append(_shown(other, modes, costs))
-                bar.advance(task)
-    trials.sort(key=lambda trial: trial.seconds)
+            done = partial(bar.advance, task)
+            planned = search.all_of(asked, has_own=schedules is None, done=done)
+        shown = [_shown(trial, modes, costs, prices) for trial in planned]
+        trials = [trial for i, trial in enumerate(shown) if trial not in shown[:i]]
+        advice = "" if trials[0].fits else search.advice(planned[0], batch)
     kwargs = {"memory": memory, "optimizer": optimizer, "in_dims": in_dims, "tracer": tracer}
     kwargs |= {"passes": passes, **options}
     for i, trial in enumerate(trials[:measure]):
@@ -217,7 +214,7 @@ def tune(
         report_progress("measuring the model by itself")
         loss_fn = options.get("loss_fn")
         plain = plain_step(model, torch.device(devices[0]), given, target, loss_fn, rounds)  # type: ignore[arg-type]
-    return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)), plain)
+    return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)), plain, advice)
 
 
 def _check_loss(
@@ -273,26 +270,6 @@ def _lanes(
     limits = free_memory(here, model)
     specs = (spec_of(device).with_memory(m) for device, m in zip(here, limits, strict=True))
     return tuple(specs), tuple(map(str, here)), True
-
-
-def _segmented(
-    trial: SettingTrial, segments: Sequence[Segments], checkpoint: Modes
-) -> list[Setting]:
-    """The settings of a trial with other numbers of segments. There are none if no stage of it is
-    recomputed: they change nothing for stages that keep their activations."""
-    modes = checkpoint if trial.plan is None else trial.plan.checkpoint
-    if is_never(modes):
-        return []
-    return [replace(trial.setting, segments=number) for number in segments if number != 1]
-
-
-def _helps(other: SettingTrial, trial: SettingTrial) -> bool:
-    """Whether segments make a trial fit, faster, or smaller."""
-    if other.plan is None or is_never(other.plan.checkpoint):
-        return False
-    if trial.plan is None or other.seconds < trial.seconds * (1 - ROUNDING):
-        return True
-    return max(other.plan.memory) < max(trial.plan.memory) * (1 - ROUNDING)
 
 
 def _measured(

@@ -81,6 +81,23 @@ def labels_of_mapping(
     return labels
 
 
+def shortest_mapping(graph: fx.Graph, stages: Mapping[str, int], count: int) -> dict[str, int]:
+    """A mapping by which :func:`labels_of_mapping` cuts a graph into ``count`` stages as
+    ``stages``, with the stage of each node, does: it names those nodes only that would go to
+    another stage by what they take values from."""
+    work, told = list(stage_nodes(graph)), dict[str, int]()
+    for node in work:
+        sources = (stages[source.name] for source in node.all_input_nodes if source.name in stages)
+        if max(sources, default=0) != stages[node.name]:
+            told[node.name] = stages[node.name]
+    try:
+        found = labels_of_mapping(graph, told, count)
+    except PartitionError:  # a node may have the name of a module, say
+        return dict(stages)
+    is_same = all(found[node] == stages[node.name] for node in work)
+    return told if is_same else dict(stages)
+
+
 def check_names(names: Iterable[object]) -> None:
     """Raise :class:`PartitionError` for a name that is not a string."""
     for name in names:

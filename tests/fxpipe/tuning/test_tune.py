@@ -52,27 +52,67 @@ def test_what_does_not_fit_is_recomputed_or_left_out():
     assert all(max(trial.memory) <= limit for trial in found.trials if trial.fits)
     none = planned(schedules=["gpipe"], chunks=[4, 16], memory="1KiB")
     assert not any(trial.fits for trial in none.trials)
-    with pytest.raises(fxpipe.DoesNotFit, match="nothing that was tried fits"):
+    with pytest.raises(fxpipe.DoesNotFit, match="nothing that was tried fits; gpipe, "):
         none.best  # noqa: B018
-    assert "0 of 2 settings fit" in str(none)
 
 
-def test_segments_are_tried_where_a_stage_is_recomputed_and_shown_where_they_help():
+def narrow(limit=None, **options):
+    """The trials of 16 layers whose activations are many times their parameters."""
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)))
     model, x = on_meta(layers, torch.zeros(512, 16))
+    own = {"schedules": ["gpipe"], "chunks": [4], "progress": False, **options}
+    return fxpipe.tune(model, [FREE_LINKS.with_memory(limit)] * 2, x, **own)
 
-    def planned(**options):
-        own = {"schedules": ["gpipe"], "chunks": [1], "progress": False}
-        return fxpipe.tune(model, [FREE_LINKS] * 2, x, **own, **options)
 
-    found = planned(checkpoint="always")
-    assert len(found.trials) > 1
+def test_a_table_of_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path):
+    limit = 0.35 * max(narrow().best.memory)
+    found = narrow(limit, checkpoint="never", chunks=[2, 4])
+    needed = [max(trial.memory) for trial in found.trials]
+    assert needed == sorted(needed) and needed[0] > limit
+    text = " ".join(str(found).split())
+    assert text.count("does not fit │") == 2
+    assert "0 of 2 settings fit; the nearest is gpipe, 4 chunks, checkpoint never: " in text
+    assert re.search(r"device 0 needs .* short; from gpipe .* it would fit with ", text)
+    found.save(tmp_path / "tuning.json")
+    assert str(Tuning.load(tmp_path / "tuning.json")) == str(found)
+
+
+def test_segments_that_are_given_are_tried_and_shown():
+    found = narrow(checkpoint="always", checkpoint_segments=[1, 2, 4], chunks=[1])
+    assert len(found.trials) == 3
     (whole,) = (t for t in found.trials if "checkpoint_segments" not in t.options)
     for trial in found.trials:
         assert trial is whole or max(trial.memory) < max(whole.memory)
     assert "always in 2 segments" in str(found)
-    assert len(planned(checkpoint="never").trials) == 1
-    assert len(planned(checkpoint="always", checkpoint_segments=[1]).trials) == 1
+    assert len(narrow(checkpoint="never").trials) == 1
+    assert len(narrow(checkpoint_segments=[1, 2]).trials) == 1, "nothing is recomputed"
+
+
+@pytest.mark.parametrize("part", [0.9, 0.7, 0.5])
+def test_what_compile_plans_is_among_the_trials(part):
+    limit = part * max(narrow().best.memory)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)))
+    model, x = on_meta(layers, torch.zeros(512, 16))
+    devices = [FREE_LINKS.with_memory(limit)] * 2
+    given = {"schedule": "gpipe", "chunks": 4, "checkpoint": "auto"}
+    plan = fxpipe.plan(model, devices, example_inputs=x, **given)
+    (trial,) = narrow(limit).trials
+    assert trial.seconds == plan.seconds and trial.memory == plan.memory
+
+
+def test_an_order_of_its_own_is_tried_as_compile_tries_it():
+    found = narrow(chunks=None, schedules=None)
+    assert found.best.seconds <= narrow(schedules=["auto"]).best.seconds * (1 + 1e-9)
+    assert any(trial.options["schedule"] == "auto" for trial in found.trials)
+
+
+def test_the_options_name_the_nodes_only_at_which_the_cut_is():
+    assert narrow().best.options == {
+        "chunks": 4,
+        "schedule": "gpipe",
+        "checkpoint": "never",
+        "partition": {"_8_0": 1},
+    }
 
 
 def test_segments_may_be_those_of_each_stage_or_be_chosen(tmp_path):
