@@ -58,6 +58,7 @@ class Report:
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
         checkpoints: the modes of the stages, in words; "" where all activations are kept.
+        chunks_given: the number of micro-batches that the user has given; None: none.
     """
 
     model_graph: fx.GraphModule
@@ -79,6 +80,7 @@ class Report:
     training: bool = True
     choice: Choice | str | None = None
     checkpoints: str = ""
+    chunks_given: int | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -142,6 +144,12 @@ class Report:
             said += f"{self.timeline.name})"
         several = f"{self.chunks} micro-batch{'es' * (self.chunks != 1)}"
         lines = [f"{several}{chosen}, {said}"]
+        if self.chunks < (self.chunks_given or 0) and self.rows_given is not None:
+            rows = f"{self.rows_given} row{'s' * (self.rows_given != 1)}"
+            lines.append(
+                f"chunks={self.chunks_given} is given, and the mini-batch of {rows} is cut into "
+                f"{several}"
+            )
         if isinstance(self.choice, str):
             lines.append(f"nothing has been chosen by prediction: {self.choice}")
         elif self.choice is not None:

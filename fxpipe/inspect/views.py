@@ -300,6 +300,7 @@ class Views:
             training=self._options.training,
             compiled=[] if mode.compiled is None else mode.compiled.lines,
             checkpoints="" if is_never(self._modes) else in_words(self._modes, self._segments),
+            chunks_given=None if self._options.chooses_chunks else self._options.chunks,
         )
 
     def _unknown_loss(self, mode: Mode) -> str:

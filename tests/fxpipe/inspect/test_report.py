@@ -188,3 +188,14 @@ def test_a_pipeline_with_any_schedule_has_a_report(schedule, said):
     ) as pipe:
         text = pipe.report()
     assert said in text
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(4, 4), (8, 8), (12, 8)])
+def test_the_report_says_that_a_batch_has_too_few_rows_for_the_micro_batches_asked_for(
+    rows, chunks
+):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=8) as pipe:
+        pipe(torch.randn(rows, 4))
+        said = "chunks=8 is given, and the mini-batch of 4 rows is cut into 4 micro-batches"
+        assert (said in str(pipe.report())) == (chunks < 8)
