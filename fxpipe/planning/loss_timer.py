@@ -24,9 +24,10 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.precision import users_precision
 from fxpipe.ir.structure import map_tensors
-from fxpipe.ir.tensors import tensor_bytes, tensors_of
+from fxpipe.ir.tensors import no_scalar, tensor_bytes, tensors_of
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss, output_of
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.runtime.random import RandomState
@@ -59,8 +60,6 @@ class MeasuredLoss:
         """What is known of the loss of a model graph, with how many times as long as estimated it
         takes. Nothing of that is known of a loss that does not run on this output: its time is the
         estimated one."""
-        output = pytree.tree_map_only(Tensor, self._like, output_of(graph))
-        target = map_tensors(self._part, self.expected.target)
         own = self.expected.function
         state = RandomState([self.device])
         try:
@@ -71,10 +70,13 @@ class MeasuredLoss:
                 intra_op_threads(self.threads),
                 users_precision(),
             ):
-                taken = self._rounds(output, target)
-        except Exception:
-            # It is the user's function, given numbers that no model has computed, and memory that
-            # other things may have taken.
+                output = pytree.tree_map_only(Tensor, self._like, output_of(graph))
+                taken = self._rounds(output, map_tensors(self._part, self.expected.target))
+        except Exception as error:
+            # The user's function may refuse numbers that no model has computed, and other things
+            # may have taken the memory.
+            if not (is_the_models(error) or isinstance(error, torch.OutOfMemoryError)):
+                raise
             return saved
         finally:
             state.put_back()
@@ -91,7 +93,7 @@ class MeasuredLoss:
         for _ in range(1 + ROUNDS):
             loss, forward = timer.time("loss", partial(self.expected.call, output, target))
             backward = 0.0
-            if wanted and loss.grad_fn is not None:
+            if wanted and not no_scalar(loss) and loss.grad_fn is not None:
                 back = partial(torch.autograd.grad, loss, wanted, allow_unused=True)
                 _, backward = timer.time("backward", back)
             found.append((forward, backward))

@@ -112,6 +112,14 @@ def test_what_does_not_run_on_such_numbers_has_its_estimated_time():
     assert times[0][0][0] > 0
 
 
+def test_what_is_no_loss_is_left_to_the_step_that_refuses_it():
+    pipe = compiled(
+        loss_fn=lambda output, target: output["logits"], costs="measured", example_inputs=(TOKENS,)
+    )
+    with pipe, pytest.raises(ValueError, match="a scalar tensor is needed"):
+        pipe.step(TOKENS, target=LABELS)
+
+
 def test_random_numbers_that_a_loss_draws_are_put_back():
     def loss_fn(output, target):
         return cross_entropy({"logits": F.dropout(output["logits"])}, target)
