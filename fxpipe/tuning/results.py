@@ -147,7 +147,7 @@ class Tuning:
             table.add_column(column, justify="right")
         table.add_column("checkpoint")
         is_measured = any(trial.measured is not None for trial in self.trials)
-        for column in ("step", *["measured"] * is_measured, "bubble", "most memory"):
+        for column in ("predicted", *["measured"] * is_measured, "bubble", "most memory"):
             table.add_column(column, justify="right")
         fitting = [trial for trial in sorted(self.trials, key=lambda t: t.key) if trial.fits]
         for trial in fitting or self.trials:
