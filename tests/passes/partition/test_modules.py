@@ -50,7 +50,7 @@ def cut(model, stages, spec=None, seconds=None, of=1.0):
 def test_a_cut_between_modules_is_taken_that_is_nearly_as_fast():
     # Twenty nodes of blocks, and the stem: 10.1 s and 10 s, or 10 s and 10.1 s.
     stages, gm = cut(Model(4), 2, seconds={"stem": 0.1})
-    assert stages == ["blocks.0 to 1", "blocks.2 to 3"]
+    assert stages == ["stem, blocks.0 to 1", "blocks.2 to 3"]
     assert gm.meta["gap"] <= 0.02
 
 
