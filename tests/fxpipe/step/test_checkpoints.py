@@ -91,14 +91,14 @@ def test_recomputations_that_the_search_has_placed_change_nothing(name):
 @pytest.mark.parametrize("segments", [1, 2])
 def test_the_search_moves_recomputations_of_whole_stages_only(segments):
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())])
-    x, target, reference = torch.randn(240, 64), torch.randn(240), copy.deepcopy(model)
+    x, target, reference = torch.randn(960, 64), torch.randn(960), copy.deepcopy(model)
     with fxpipe.compile(
         model,
         ["cpu"] * 3,
         chunks=3,
         schedule="auto",
         stages=3,
-        partition=["12", "20"],
+        partition=["10", "18"],
         checkpoint="always",
         checkpoint_segments=segments,
         memory="1GiB",
