@@ -14,6 +14,7 @@ kernel that refuses one may stop an accelerator for good: 0.5 is a probability a
 from __future__ import annotations
 
 import statistics
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,8 @@ from fxpipe.trace import untouched
 from passes.cost.measured import intra_op_threads
 from passes.cost.timer import timer_of
 
-ROUNDS = 5  # after the warm-up
+ROUNDS = 5  # the most rounds after the warm-up
+BUDGET_S = 2.0  # no round begins after so many seconds; a warm-up that takes longer counts itself
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,17 @@ class MeasuredLoss:
         timer = timer_of(self.device)
         wanted = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         found: list[tuple[float, float]] = []
+        end = time.perf_counter() + BUDGET_S
         for _ in range(1 + ROUNDS):
+            if found and time.perf_counter() > end:
+                break
             loss, forward = timer.time("loss", partial(self.expected.call, output, target))
             backward = 0.0
             if wanted and not no_scalar(loss) and loss.grad_fn is not None:
                 back = partial(torch.autograd.grad, loss, wanted, allow_unused=True)
                 _, backward = timer.time("backward", back)
             found.append((forward, backward))
-        ahead, back = map(statistics.median, zip(*found[1:], strict=True))
+        ahead, back = map(statistics.median, zip(*(found[1:] or found), strict=True))
         return ahead, back
 
     def _like(self, tensor: Tensor) -> Tensor:

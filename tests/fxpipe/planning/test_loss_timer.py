@@ -120,6 +120,19 @@ def test_what_is_no_loss_is_left_to_the_step_that_refuses_it():
         pipe.step(TOKENS, target=LABELS)
 
 
+def test_a_loss_that_takes_long_is_measured_once(monkeypatch):
+    monkeypatch.setattr(loss_timer, "BUDGET_S", -1.0)
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(not isinstance(target, torch._subclasses.FakeTensor))
+        return cross_entropy(output, target)
+
+    with compiled(loss_fn=loss_fn, costs="measured", example_inputs=(TOKENS,)) as pipe:
+        assert seconds_of_loss(pipe.timeline())[0] == [pytest.approx(0.25)] * 4
+    assert sum(calls) == 1
+
+
 def test_random_numbers_that_a_loss_draws_are_put_back():
     def loss_fn(output, target):
         return cross_entropy({"logits": F.dropout(output["logits"])}, target)
