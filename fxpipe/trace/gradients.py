@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 AHEAD = 12  # nodes by which uses of leaves are told apart
 SOME = 2**20  # elements of a gradient that are copied at a time
-AT_ONCE = 2**24
+AT_ONCE = 2**23
 """The bytes of activations after which what is free is given back to the system. The heap may grow
 by about as much meanwhile. Much less would take long, as memory that has been given back has to be
 mapped again, page by page, for the next activations."""
