@@ -125,7 +125,7 @@ def _of_stages(predicted: Timeline, measured: Timeline) -> dict[int, float]:
     """By how much longer each stage works in the measured step, of those whose work is seen in the
     predicted one."""
     one, other = _seconds(predicted), _seconds(measured)
-    least = SEEN / len(one) * sum(one.values())
+    least = SEEN * sum(one.values()) / max(1, len(one))
     return {stage: _ratio(other[stage], one[stage]) for stage in sorted(one) if one[stage] > least}
 
 

@@ -193,7 +193,8 @@ class ExpectedLoss:
             mode.allow_non_fake_inputs = known
 
     def call(self, output: Any, target: Any) -> Any:
-        """The loss of a graph's output."""
+        """What the user's loss function returns for what a model graph has given, in the structure
+        that the model returns, and for a target."""
         return self.function(self.rebuild(output), target)
 
     def _call(self, output: Any, leaves: Sequence[Any]) -> Any:

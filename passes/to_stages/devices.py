@@ -47,7 +47,7 @@ class Devices:
 
     @property
     def _kinds(self) -> set[str]:
-        """The kinds of these devices."""
+        """The kinds of the devices that tracing writes into calls, by which autocast names them."""
         return {device.type for device in self._written}
 
     def _move(self, stage: fx.GraphModule, device: torch.device) -> bool:
