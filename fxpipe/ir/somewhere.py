@@ -48,6 +48,11 @@ class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None:
             kwargs = {**kwargs, "device": seen_on(device)}
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            with self:
+                found = _gradients_of_batch_norm(*args, **kwargs)
+            if found is not None:
+                return found
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -58,3 +63,32 @@ class _Describer(TensorDescriber):
         found = super().describe_tensor(t, **options)
         device = seen_on(found.device)
         return found if device == found.device else replace(found, device=device)
+
+
+def _gradients_of_batch_norm(
+    gradient: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    _running_mean: Tensor | None,
+    _running_var: Tensor | None,
+    _mean: Tensor | None,
+    _inverse: Tensor | None,
+    _train: bool,
+    _eps: float,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """The gradients of a batch norm, whose memory is not initialised; None if they are not as
+    simple as that.
+
+    PyTorch makes fakes of them by some thirty operators, one after the other, which takes longer
+    than everything else that is asked of a convolutional network's graph.
+    """
+    if gradient.stride() != input.stride() or gradient.dtype != input.dtype:
+        return None  # the strides of the result are a matter of the operators then
+    dtype = input.dtype if weight is None else weight.dtype
+    of_channels = [input.new_empty(input.shape[1], dtype=dtype) for _ in range(2)]
+    of_weight, of_bias = (
+        each if is_wanted else None
+        for each, is_wanted in zip(of_channels, output_mask[1:], strict=True)
+    )
+    return torch.empty_like(input), of_weight, of_bias

@@ -5,6 +5,7 @@ The values of tensors are no part of it: autograd and graphs take care of buffer
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -111,8 +112,7 @@ class State:
         """Give the modules the attributes, with their contents, that have been recorded."""
         for module, before in self._attributes:
             own = vars(module)
-            now = _own(module)
-            for name in now.keys() - before.keys():
+            for name in own.keys() - before.keys() - _EVERY:
                 del own[name]
             for name, value in before.items():
                 if own.get(name) is not value or name not in own:
@@ -163,9 +163,20 @@ def _refill(value: Any, contents: Any) -> None:
         value.update(contents)
     else:
         own = value if isinstance(value, dict) else vars(value)
-        if own.keys() != contents.keys() or any(own[k] is not contents[k] for k in contents):
+        if not same_entries(own, contents):
             dict.clear(own)
             dict.update(own, contents)
+
+
+def same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dictionaries have the same keys, in the same order, with the very same values.
+
+    Thousands of them are compared each time that a model is put back as it was, by functions in C.
+    """
+    if not one or not other:
+        return not one and not other
+    is_same = len(one) == len(other) and all(map(operator.is_, one.values(), other.values()))
+    return is_same and list(one) == list(other)
 
 
 def _is_not(one: Any, other: Any) -> bool:

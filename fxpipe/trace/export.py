@@ -86,11 +86,10 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     _warn_of_hooks(model)
     # How large the results of a module that is kept whole are is learned for batch sizes only.
     is_plain = not example.whole
-    first = strategy or Strategy(
-        example.whole,
-        any_size=example.any_size and is_plain,
-        layers=repeated(model) if is_plain else {},
-    )
+    with unwatched():
+        layers = repeated(model) if is_plain else {}
+    any_size = example.any_size and is_plain
+    first = strategy or Strategy(example.whole, any_size=any_size, layers=layers)
     if not example.is_compared:
         first = replace(first, operators=operators_of(example, first.layers))
     strategies, failures = [first], list[Failure]()
@@ -174,7 +173,8 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             sizes = sizes_of(program, example.batch_dims)
             if strategy.layers and (functions or checkpointed.found):
                 raise DoesNotRepeat("it has backwards or checkpoints of its own")
-            graph_module = _on_the_model(program, example, calls, once)
+            with unwatched():
+                graph_module = _on_the_model(program, example, calls, once)
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes

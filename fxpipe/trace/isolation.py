@@ -19,7 +19,7 @@ from fxpipe.ir._torch import gradient_hooks
 from fxpipe.ir.hooks import hooks_of, is_torchs, records
 from fxpipe.ir.progress import phase
 from fxpipe.runtime.random import HostRandomState, RandomState
-from fxpipe.runtime.state import State
+from fxpipe.runtime.state import State, same_entries
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
 from fxpipe.trace.spread import devices_used
@@ -89,9 +89,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     saved_attributes = [(owner, dict(owner) if owner else _NOTHING) for owner in attributes]
     tensors = [
         value
-        for owner in attributes
-        for value in owner.values()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+        for value in _tensors([value for owner in attributes for value in owner.values()])
+        if not isinstance(value, nn.Parameter) and not value.is_meta
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     gradients = [(p, p.grad) for p in parameters]
@@ -117,7 +116,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         _here.models = outer
         contents.put_back()
         for owner, saved in saved_attributes:
-            if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
+            if not same_entries(owner, saved):
                 owner.clear()
                 owner.update(saved)
         for parameter, gradient in gradients:
@@ -130,6 +129,12 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                     tensor.copy_(value)
         state.put_back()
         host.put_back()
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    """The tensors among many values, nearly all of which are none: each type is looked at once."""
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, Tensor)}
+    return [value for value in values if type(value) in kinds]
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -107,15 +107,16 @@ def versions() -> tuple[str, ...]:
 def _files_in(folder: str) -> Iterator[str]:
     """The Python files in a folder. Some packages have thousands, for which ``Path`` takes longer
     than it takes to read them."""
-    for place, _, names in os.walk(folder):
+    for place, folders, names in os.walk(folder):
+        folders[:] = [each for each in folders if each != "__pycache__"]
         yield from (os.path.join(place, name) for name in names if name.endswith(".py"))
 
 
 def _digest_of(files: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for file in sorted(files):
-        with open(file, "rb") as opened:
-            content = opened.read()
+        with open(file, "rb", buffering=0) as opened:
+            content = opened.readall()
         digest.update(f"{os.path.basename(file)} {len(content)} ".encode())
         digest.update(content)
     return digest.hexdigest()
