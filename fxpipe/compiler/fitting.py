@@ -23,6 +23,7 @@ from fxpipe.ir.text import human_bytes
 from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied
 from fxpipe.planning.result import Plan
+from fxpipe.schedule import ALL_FORWARDS
 from passes.chain import ToStages
 from passes.partition.automatic import DoesNotFit
 
@@ -39,6 +40,7 @@ class Fitting:
         context: what is known of the compilation from the model graph to the stage graph.
         ways_out: returns a sentence that says with which other options the model would fit.
         layout: learns which micro-batches the stages keep.
+        has_loss: tells whether a training step has a loss.
         loss: returns what the loss will save for its backward; None: nobody knows.
 
     Raises :class:`DoesNotFit` if no cut fits.
@@ -50,18 +52,25 @@ class Fitting:
     context: ToStages
     ways_out: Callable[[PlanQuestion], str]
     layout: Layout
+    has_loss: Callable[[], bool] = lambda: True
     loss: Callable[[], SavedByLoss | None] = lambda: None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
         chunks = self.context.traced_chunks or self.context.chunks
-        question = question_of(self.options, self.memory, gm, self.context, chunks, self.loss())
+        question = question_of(
+            *(self.options, self.memory, gm, self.context, chunks),
+            has_loss=self.has_loss(),
+            loss=self.loss(),
+        )
         try:
             plan = question.answer()
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; {self.ways_out(question)}") from None
         if not plan.fits:
             self._warn(plan)
+        elif not question.prices.has_steps and self.options.schedule not in ALL_FORWARDS:
+            self._warn_of_calls()
         self.layout.modes = plan.checkpoint
         self.layout.segments = plan.checkpoint_segments
         stages = plan.partition
@@ -83,21 +92,34 @@ class Fitting:
         )
 
 
+    def _warn_of_calls(self) -> None:
+        schedule = self.options.schedule
+        named = f'schedule="{schedule}"' if isinstance(schedule, str) else "the schedule"
+        warn(
+            f"{named} is the order of pipe.step, and there is no loss for a step: a backward that "
+            "you run after pipe(x) follows the forwards of all micro-batches, and may so need more "
+            'memory than there is, which has not been checked; give loss_fn=, or schedule="gpipe"'
+        )
+
+
 def question_of(
     options: Options,
     memory: Sequence[float | None],
     gm: fx.GraphModule,
     context: ToStages,
     chunks: int,
+    *,
+    has_loss: bool = True,
     loss: SavedByLoss | None = None,
 ) -> PlanQuestion:
     """The question which plan there is for a model graph that has costs for ``chunks``
     micro-batches, on the lanes of the options, each with so many bytes of memory (None: no limit).
-    ``loss``: what the loss saves for its backward; None: nobody knows.
+    ``has_loss``: whether a training step has a loss; ``loss``: what it saves for its backward;
+    None: nobody knows.
     """
     lanes = options.lanes
     return PlanQuestion(
-        CostedModel(gm, gm, context, options.passes, {chunks: copied(gm)}),
+        CostedModel(gm, gm, context, options.passes, {chunks: copied(gm)}, has_loss=has_loss),
         options.partition,
         tuple(spec.with_memory(limit) for spec, limit in zip(options.specs, memory, strict=True)),
         options.schedule,

@@ -7,6 +7,7 @@ from torch import Tensor
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.options import Options
 from fxpipe.ir.text import kind
+from fxpipe.planning.loss import is_loss
 
 
 class NoLoss(ValueError):
@@ -23,7 +24,7 @@ def refuse_no_loss(mode: Mode, options: Options, name: str) -> None:
     if options.loss_fn is not None:
         return
     found = mode.output_taken_for_loss
-    if isinstance(found, Tensor) and found.numel() in (1, mode.example.batch):
+    if is_loss(found, mode.example.batch):
         return
     what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind(found)
     why = "" if options.loss_weight is None else ", and loss_weight= only says what a loss counts"

@@ -77,7 +77,7 @@ class Replanned:
         )
         gm = self._at(self.chunks)
         loss = self.mode.saved_by_loss
-        asked = question_of(self.options, memory, gm, context, self.chunks, loss)
+        asked = question_of(self.options, memory, gm, context, self.chunks, loss=loss)
         prices = replace(asked.prices, cuts=self._cuts)
         return replace(
             asked,

@@ -52,7 +52,14 @@ from fxpipe.meaning.sample import Sample, batch_size, with_rows
 from fxpipe.meaning.shared_draws import draws_for_shared
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
-from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss, loss_seconds
+from fxpipe.planning.loss import (
+    NO_TARGET,
+    ExpectedLoss,
+    SavedByLoss,
+    is_loss,
+    loss_seconds,
+    taken_for_loss,
+)
 from fxpipe.planning.loss_timer import MeasuredLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied, sketch
 from fxpipe.planning.search import Choice
@@ -142,6 +149,10 @@ class Staging(ABC):
         """A target like those of the calls to come, with its tensors on "meta"; None: not known."""
         self._expected_loss: SavedByLoss | str = NO_TARGET
         """What the loss will save for its backward, or why nobody knows."""
+        self._has_loss = True
+        """Whether a training step of what is compiled now has a loss."""
+        self._refused: frozenset[int] = frozenset()
+        """Numbers of rows that the model does not take, as far as they have been tried."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -324,7 +335,12 @@ class Staging(ABC):
             )
         reads = twin.reads(prepared.reads)
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
-        self._expected_loss = self._loss_of(prepared.traced, batch, chunks)
+        traced = prepared.traced
+        self._refused = traced.refused_sizes
+        returned = taken_for_loss(traced.graph_module.graph, traced.rebuild)
+        rows = batch if chunks is None else (batch or 0) // chunks
+        self._has_loss = options.loss_fn is not None or is_loss(returned, rows)
+        self._expected_loss = self._loss_of(traced, batch, chunks)
         give_back()  # what the trace has freed: the cut and the stages take memory of their own
         as_cut = prepared.cut()
         stage_graph = prepared.run(since="split")
@@ -552,7 +568,8 @@ class Staging(ABC):
         limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):
             ways_out = partial(self._ways_out, context, inputs)
-            return Fitting(options, limits, context, ways_out, self.layout, self._saved_by_loss)
+            has_loss, loss = lambda: self._has_loss, self._saved_by_loss
+            return Fitting(options, limits, context, ways_out, self.layout, has_loss, loss)
         chunks = context.traced_chunks or context.chunks
         cut = passes.Partition(
             len(options.devices),
@@ -643,7 +660,11 @@ class Staging(ABC):
             optimizer_states=context.optimizer_states,
             optimizer_update=context.optimizer_update,
         )
-        prices = CostedModel(self.model, traced.graph_module, known, options.passes)
+        prices = CostedModel(
+            *(self.model, traced.graph_module, known, options.passes),
+            has_loss=self._has_loss,
+            refused=self._refused,
+        )
         return replace(question, prices=prices).ways_out(batch_size(context.inputs, dims))
 
     @contextmanager

@@ -36,7 +36,7 @@ from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
-from fxpipe.schedule import Timeline
+from fxpipe.schedule import ALL_FORWARDS, Timeline
 from fxpipe.schedule.simulator import OPTIMIZER
 from passes.common.modes import OFFLOAD, is_never
 from passes.common.segments import in_words
@@ -458,6 +458,11 @@ class Explaining:
             sentences.append(
                 f"Lane {lane} ({self.options.lanes[lane]}) holds {human_bytes(round(held))}{of} at "
                 "most, by prediction."
+            )
+        if self.options.training and self.options.schedule not in ALL_FORWARDS:
+            sentences.append(
+                "That is in pipe.step: a backward that you run after pipe(x) follows the forwards of "
+                'all micro-batches, which keep all of their activations then, as with "gpipe".'
             )
         if all(limit is None for limit in compiled.memory):
             sentences.append('No limit is known: memory= says one, such as memory="20GiB".')

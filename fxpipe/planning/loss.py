@@ -241,6 +241,12 @@ def taken_for_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> Any:
     return own_loss(rebuild(output_of(graph)))
 
 
+def is_loss(found: Any, rows: int | None) -> bool:
+    """Whether what is taken for the loss can be one, as far as its shape tells: a scalar, or a loss
+    for each of so many rows, as it is where each micro-batch has one row."""
+    return isinstance(found, Tensor) and found.numel() in (1, rows)
+
+
 def output_of(graph: fx.Graph) -> Any:
     """The output of a model graph, with its fake tensors."""
     return mutable(fx.map_arg(graph.output_node().args[0], lambda node: node.meta[VALUE]))

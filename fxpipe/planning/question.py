@@ -33,7 +33,7 @@ from fxpipe.trace import CustomTracer, Traced, canonical, trace, untouched
 from passes.chain import Chain, ToStages, default_chain, run
 from passes.common import modes
 from passes.common.modes import Modes, milder
-from passes.common.segments import Segments, is_open
+from passes.common.segments import NUMBERS, Segments, is_open
 from passes.cost.analytic import ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.cost.load import Update
@@ -93,7 +93,12 @@ class CostedModel:
     """A traced model (``sketched``), and copies of its graph with the costs of its nodes, one copy
     for each number of micro-batches (``known``); and the cuts that have been made of it (``cuts``),
     by all that they depend on. ``rebuild`` puts the graph's output into the structure that the
-    model returns."""
+    model returns.
+
+    ``has_loss``: whether a training step has a loss. Without one there are no steps in the order of
+    a schedule: the user calls the pipeline, and a backward comes after all forwards.
+    ``refused``: numbers of rows that the model does not take.
+    """
 
     model: nn.Module
     sketched: fx.GraphModule
@@ -101,7 +106,15 @@ class CostedModel:
     chain: Chain
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
     rebuild: Callable[[Any], Any] = field(default=lambda output: output)
+    has_loss: bool = True
+    refused: frozenset[int] = frozenset()
     cuts: dict[Hashable, CutModel] = field(default_factory=dict)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the order of a schedule is that of what runs: of training steps, or of forwards
+        alone."""
+        return self.has_loss or not self.context.training
 
     def of(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph, with costs for ``chunks`` micro-batches."""
@@ -383,11 +396,12 @@ class PlanQuestion:
             isinstance(self.prices.context.costs, str) and self.prices.context.costs == "measured"
         )
         more = [*several, *([batch] if batch and batch > self.chunks else [])]
+        more = [number for number in more if (batch or 0) // number not in self.prices.refused]
         is_named = isinstance(self.schedule, str)
         frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []
         settings: dict[str, list[Any]] = {
             "schedule": frugal
-            if self._trains and len(self.specs) > 1 and self.stages is None
+            if self._trains and self.prices.has_steps and len(self.specs) > 1 and not self.stages
             else [],
             # Other numbers of chunks would have to be measured, which takes too long for advice.
             "chunks": [] if is_measured else more,
@@ -423,20 +437,30 @@ class PlanQuestion:
             more = range(len(names), count)
             is_one = len(set(names)) == 1  # such as the CPU, which has all lanes
             names = (*names, *(names[0] if is_one else f"device {i}" for i in more))
-        # Whether it fits hardly depends on how fast the cut is, and many changes are tried. That it
-        # fits where stages are recomputed as a whole takes less time to say, and is enough.
-        segments = 1 if self._is_open else self.checkpoint_segments
-        other = replace(self, specs=specs, names=names, effort=QUICK, checkpoint_segments=segments)
-        other = replace(other, **change.settings)
+        # Whether it fits hardly depends on how fast the cut is, and many changes are tried.
+        other = replace(self, specs=specs, names=names, effort=QUICK, **change.settings)
         gm = other.prices.of(other.chunks)
         try:
             spec = other._automatic(gm)
             # This takes less time than a plan, and most of what does not fit does not fit here.
-            if not other._lanes.cut(spec, 1).can_fit(gm.graph, spec):
-                return False
-            return other.can_fit()
+            return any(
+                quick._lanes.cut(spec, 1).can_fit(gm.graph, spec) and quick.can_fit()
+                for quick in other._of_few_segments
+            )
         except ValueError:  # there is no such schedule, or no room for the pins
             return False
+
+    @property
+    def _of_few_segments(self) -> list[PlanQuestion]:
+        """The question, with fewer ways where the numbers of segments are to be found out, among
+        which those are that need least: to say whether it fits with one of them takes less time."""
+        if not self._is_open:
+            return [self]
+        least = modes.ALWAYS if self.checkpoint == modes.AUTO else self.checkpoint
+        return [
+            replace(self, checkpoint_segments=1),
+            replace(self, checkpoint=least, checkpoint_segments=max(NUMBERS)),
+        ]
 
     def _automatic(self, gm: fx.GraphModule) -> Auto:
         """The partition that the user asked for. It is an automatic one, since only these raise

@@ -38,7 +38,7 @@ from fxpipe.ir.text import human_time
 from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, shortage
 from fxpipe.planning.result import ROUNDING, Plan
-from fxpipe.schedule import AUTO, NAMES, Schedule, named, placement_of
+from fxpipe.schedule import ALL_FORWARDS, AUTO, NAMES, Schedule, named, placement_of
 from passes.common.modes import Modes
 from passes.common.segments import Segments
 from passes.cost.choice import Costs
@@ -285,8 +285,9 @@ class SettingSearch:
             numbers = [min(usual, rows or 1)]
         else:
             numbers = numbers_of_microbatches(lanes, rows)
-        is_open = left.schedule == AUTO
-        schedules = NAMES if is_open else [left.schedule]
+        is_open, has_steps = left.schedule == AUTO, self.prices.has_steps
+        # Without steps, all forwards come ahead of all backwards, whatever the schedule.
+        schedules = (NAMES if has_steps else ALL_FORWARDS) if is_open else [left.schedule]
         settings = settings_of(lanes, numbers, schedules, [left.stages], [left.segments])
         PLAN.info(
             "the fastest of %d settings is searched for by prediction: %s, with %s micro-batches; "
@@ -295,8 +296,9 @@ class SettingSearch:
         )
         # An order of its own is for one number of micro-batches. Where this mini-batch has fewer
         # rows than are usual, larger ones are to have more.
-        trials = self.fastest(settings, has_own=is_open and (rows or 1) >= usual)
-        if is_open and trials[0].plan is None:
+        may_have_own = is_open and has_steps
+        trials = self.fastest(settings, has_own=may_have_own and (rows or 1) >= usual)
+        if may_have_own and trials[0].plan is None:
             trials = self.fastest(settings, has_own=True)
         return trials
 

@@ -5,7 +5,7 @@ Nothing here knows of tensors or devices: a schedule is a list of actions for ea
 
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
 from fxpipe.schedule.automatic import Found, auto, search
-from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
+from fxpipe.schedule.catalogue import ALL_FORWARDS, NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.forwards import forwards, simulate_forwards
@@ -20,6 +20,7 @@ from fxpipe.schedule.validator import ScheduleError, validate
 from fxpipe.schedule.world import Edge, Link, Links, StageCost
 
 __all__ = [
+    "ALL_FORWARDS",
     "AUTO",
     "NAMES",
     "Action",

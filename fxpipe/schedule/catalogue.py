@@ -307,6 +307,10 @@ and whether a lane has to have that number."""
 NAMES = tuple(_NAMED)
 """The names of the schedules that :func:`named` makes."""
 
+ALL_FORWARDS = "gpipe", "looped_bfs"
+"""Those in which all forwards come ahead of all backwards. So it is where the user calls a pipeline
+and runs a backward then: all activations are kept, as these schedules do."""
+
 
 class _LaneActions:
     """The list of a lane's actions, while it is being written. Micro-batches need not be given: the

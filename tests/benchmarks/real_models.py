@@ -9,10 +9,10 @@
 Models have their published sizes and random weights: GPT-2 (124 M parameters), ViT-L/16,
 ResNet-152, and Llama 3.2 with 1 B parameters in bfloat16. ``linear8`` is eight linear layers of
 4096 x 4096, whose parameters are nearly all of the memory. Each is compiled for two CPU lanes and
-four micro-batches of one row, in a process of its own with one intra-op thread: in train mode, then
-in eval mode, then in train mode again. Then it runs one forward and one backward. Another process
-takes the first compilation from the cache on disk, where the first process has left it (which takes
-some of the time of the first column).
+four micro-batches of one row, in a process of its own that computes with one thread: in train
+mode, then in eval mode, then in train mode again. Then it runs one forward and one backward.
+Another process takes the first compilation from the cache on disk, where the first process has left
+it (which takes some of the time of the first column).
 
 Llama 3 with 70 B parameters is on "meta" and is not compiled: its row is that of a plan for sixteen
 H100 with 1F1B, checkpoints and Adam, for 16 rows of 4096 tokens.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,12 @@ def apart(name: str, tracer: str) -> dict[str, Any]:
         options = ["--one", name, "--tracer", tracer, "--cache", cache]
         for again in ([],) if name in PLANNED else ([], ["--again"]):
             done = subprocess.run(
-                [*command, *options, *again], stdout=subprocess.PIPE, text=True, check=True
+                [*command, *options, *again],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                # NumPy's products have threads of their own, which are busy while they wait.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             found |= json.loads(done.stdout.splitlines()[-1])
     return found

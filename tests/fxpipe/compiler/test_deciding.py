@@ -11,7 +11,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.planning.search import Choice
-from fxpipe.schedule import AUTO, NAMES, Schedule
+from fxpipe.schedule import ALL_FORWARDS, AUTO, NAMES, Schedule
 from passes.partition.problem import PartitionError
 from tests.zoo import same
 
@@ -48,7 +48,8 @@ def test_it_is_as_fast_as_the_best_that_tune_finds(given):
     number = given.get("chunks")
     own = {"chunks": [number]} if isinstance(number, int) else {}
     best = tuned(made(), X, stages=[given.get("stages")], **own).best
-    with fxpipe.compile(made(), TWO, schedule="auto", example_inputs=(X,), **given) as pipe:
+    options = {"schedule": "auto", "loss_fn": nn.functional.mse_loss, "example_inputs": (X,)}
+    with fxpipe.compile(made(), TWO, **options, **given) as pipe:
         choice = chosen(pipe)
         assert choice.seconds <= best.seconds * (1 + 1e-9)
         assert choice.name in (*NAMES, AUTO)
@@ -58,6 +59,23 @@ def test_it_is_as_fast_as_the_best_that_tune_finds(given):
         nodes = {node.name: node for node in pipe.model_graph.graph.nodes}
         cut = {name: nodes[name].meta["stage"] for name in choice.partition}
         assert cut == choice.partition
+
+
+def test_without_a_loss_there_are_no_steps_to_choose_an_order_for():
+    """A backward of the user's own comes after all forwards, whatever the schedule."""
+    with fxpipe.compile(made(), TWO, schedule="auto", example_inputs=(X,)) as pipe:
+        assert chosen(pipe).name in ALL_FORWARDS
+
+    class OwnLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = made()
+
+        def forward(self, x):
+            return self.net(x).square().mean()
+
+    with fxpipe.compile(OwnLoss(), TWO, schedule="auto", chunks=8, example_inputs=(X,)) as pipe:
+        assert chosen(pipe).name not in ALL_FORWARDS
 
 
 def test_the_number_for_a_named_schedule_is_the_best_that_tune_finds():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -71,10 +72,11 @@ def test_what_an_optimizer_keeps_decides_what_fits():
         compiled(Heavy(), without, optimizer="adamw", partition=["layers"]).close()
 
 
-def test_what_does_not_fit_is_refused_with_calls_that_would_fit():
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, None])
+def test_what_does_not_fit_is_refused_with_calls_that_would_fit(loss_fn):
     layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
     model, x = nn.Sequential(*layers), torch.zeros(4096, 32)
-    options = {"chunks": 8, "example_inputs": (x,)}
+    options = {"chunks": 8, "example_inputs": (x,), "loss_fn": loss_fn}
     with fxpipe.compile(model, ["cpu"] * 2, **options) as free:
         limit = 0.4 * max(free.timeline().peak_memory)
     with pytest.raises(fxpipe.DoesNotFit) as error:
@@ -84,7 +86,9 @@ def test_what_does_not_fit_is_refused_with_calls_that_would_fit():
     ways = (
         message.partition("it would fit with ")[2].replace(" or with ", ", with ").split(", with ")
     )
-    assert len(ways) == 3
+    # Without a loss there are no steps, and so none in the order of another schedule.
+    assert len(ways) == (2 if loss_fn is None else 3)
+    assert ("schedule=" in message) == (loss_fn is not None)
     for way in ways:
         given, devices = dict(options), 2
         for part in way.split(" and "):
@@ -95,6 +99,31 @@ def test_what_does_not_fit_is_refused_with_calls_that_would_fit():
                 given[name] = eval(value)
         with fxpipe.compile(model, ["cpu"] * devices, memory=limit, **given) as pipe:
             assert max(pipe.timeline().peak_memory) <= limit * (1 + 1e-9), way
+
+
+def test_without_a_loss_the_order_of_a_schedule_is_said_not_to_be_what_runs():
+    """A backward of the user's own comes after all forwards, which keep more than 1F1B does."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.zeros(4096, 32)
+    options = {"chunks": 8, "example_inputs": (x,), "memory": "64MiB"}
+    with pytest.warns(UserWarning, match='schedule="1f1b" is the order of pipe.step, and there is'):
+        fxpipe.compile(model, ["cpu"] * 2, schedule="1f1b", **options).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxpipe.compile(model, ["cpu"] * 2, **options).close()
+        fxpipe.compile(model, ["cpu"] * 2, schedule="1f1b", loss_fn=mean_loss, **options).close()
+
+
+def test_numbers_of_micro_batches_that_the_model_refuses_are_not_advised():
+    """A batch norm takes no single row in training."""
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(6))
+    model, x = nn.Sequential(*layers), torch.randn(32, 4)
+    options = {"chunks": 2, "schedule": "1f1b", "loss_fn": mean_loss, "example_inputs": (x,)}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as free:
+        limit = 0.35 * max(free.timeline().peak_memory)
+    with pytest.raises(fxpipe.DoesNotFit) as error:
+        fxpipe.compile(model, ["cpu"] * 2, memory=limit, **options)
+    assert "chunks=32" not in str(error.value), "so few bytes are enough for single rows only"
 
 
 def test_what_is_needed_only_while_it_runs_counts():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
+from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.ir.somewhere import CPU, Somewhere, seen_on
 from fxpipe.ir.tensors import memory_of
 
@@ -51,3 +54,40 @@ def test_an_operator_takes_what_the_cpu_takes():
 def test_other_devices_are_as_they_are():
     for name in ("cpu", "cuda:1", "xpu"):
         assert seen_on(torch.device(name)) == torch.device(name)
+
+
+CASES = list(
+    product(
+        (torch.float32, torch.bfloat16),
+        (True, False),  # with weights
+        (True, False),  # in training
+        ((2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)),
+        ("contiguous", "channels last", "transposed", "with gaps"),
+    )
+)
+
+
+def test_gradients_of_a_batch_norm_are_like_those_that_pytorch_makes_of_many_operators():
+    for dtype, has_weights, training, shape, layout in CASES:
+        case = dtype, has_weights, training, shape, layout
+        expected = _gradients_of_batch_norm(FakeTensorMode(), *case)
+        assert _gradients_of_batch_norm(Somewhere(), *case) == expected, case
+
+
+def _gradients_of_batch_norm(mode, dtype, has_weights, training, shape, layout):
+    """What is known of the gradients of a batch norm's input and weights."""
+    with mode:
+        x = torch.empty(shape, dtype=dtype)
+        if layout == "channels last" and len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        if layout == "transposed" and len(shape) > 3:
+            x = x.transpose(-1, -2)
+        if layout == "with gaps" and len(shape) > 2:
+            x = x.repeat_interleave(2, -1)[..., ::2]
+        x = x.detach().requires_grad_()
+        mean, var, weight, bias = (torch.empty(shape[1]) for _ in range(4))
+        own = [weight.requires_grad_(), bias.requires_grad_()] if has_weights else [None, None]
+        y = nn.functional.batch_norm(x, mean, var, *own, training)
+        wanted = [tensor for tensor in (x, *own) if tensor is not None]
+        found = torch.autograd.grad(y, wanted, torch.empty_like(y))
+    return [(g.shape, g.stride(), g.dtype, g.device, g.storage_offset()) for g in found]

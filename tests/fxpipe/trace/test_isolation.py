@@ -213,3 +213,17 @@ def test_what_a_model_sets_in_context_variables_is_not_seen_after_it_has_been_ca
 
     called(Sets(), (torch.ones(1),), {})
     assert flavour.get() == "plain"
+
+
+def test_entries_are_put_back_in_their_order():
+    """A forward that goes through a dictionary computes in its order."""
+    model = nn.Linear(2, 2)
+    model.parts, model.same = {"a": 1, "b": 2}, {"a": 1}
+    before = dict(vars(model))
+    with untouched(model):
+        model.parts["a"] = model.parts.pop("a")
+        model.same["a"] = 2
+        vars(model)["training"] = vars(model).pop("training")
+    assert list(model.parts.items()) == [("a", 1), ("b", 2)]
+    assert model.same == {"a": 1}
+    assert list(vars(model)) == list(before)
