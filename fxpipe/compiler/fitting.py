@@ -91,7 +91,6 @@ class Fitting:
             'partition="auto" for a cut that fits, or more memory',
         )
 
-
     def _warn_of_calls(self) -> None:
         schedule = self.options.schedule
         named = f'schedule="{schedule}"' if isinstance(schedule, str) else "the schedule"

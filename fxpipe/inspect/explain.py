@@ -461,8 +461,8 @@ class Explaining:
             )
         if self.options.training and self.options.schedule not in ALL_FORWARDS:
             sentences.append(
-                "That is in pipe.step: a backward that you run after pipe(x) follows the forwards of "
-                'all micro-batches, which keep all of their activations then, as with "gpipe".'
+                "That is in pipe.step: a backward that you run after pipe(x) follows the forwards "
+                'of all micro-batches, which keep all of their activations then, as with "gpipe".'
             )
         if all(limit is None for limit in compiled.memory):
             sentences.append('No limit is known: memory= says one, such as memory="20GiB".')

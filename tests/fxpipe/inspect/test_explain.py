@@ -121,7 +121,9 @@ def test_what_does_not_fit_into_the_memory_is_not_suggested():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_memory_of_a_schedule_that_only_a_step_follows_is_said_to_be_that_of_a_step(schedule):
     explanation = explained(layers(4), (torch.randn(64, 64),), chunks=4, schedule=schedule)
-    is_said = "a backward that you run after pipe(x)" in said(explanation, "What it needs of memory")
+    is_said = "a backward that you run after pipe(x)" in said(
+        explanation, "What it needs of memory"
+    )
     assert is_said == (schedule == "1f1b")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.trace import TraceError, trace
-from fxpipe.trace.isolation import called
+from fxpipe.trace.isolation import called, untouched
 from tests.fxpipe.trace.small import BOTH, MLP, Noisy, run, x
 from tests.zoo import same
 
@@ -215,7 +215,7 @@ def test_what_a_model_sets_in_context_variables_is_not_seen_after_it_has_been_ca
     assert flavour.get() == "plain"
 
 
-def test_entries_are_put_back_in_their_order():
+def test_entries_are_put_back_in_their_order() -> None:
     """A forward that goes through a dictionary computes in its order."""
     model = nn.Linear(2, 2)
     model.parts, model.same = {"a": 1, "b": 2}, {"a": 1}
