@@ -206,15 +206,17 @@ def saved_by_loss(
     return measured(found, prices.sketched.graph)
 
 
-def shortage(plan: Plan) -> str:
-    """A sentence that says how much memory is missing on which device for a plan."""
+def shortage(plan: Plan, *, is_nearest: bool = True) -> str:
+    """A sentence that says how much memory is missing on which device for a plan. ``is_nearest``:
+    whether its cut is the one of many that is short of fewest bytes."""
     limits = [spec.memory or 0.0 for spec in plan.devices]
     short = [
         too_little(f"device {lane}", needed, limit)
         for lane, (needed, limit) in enumerate(zip(plan.memory, limits, strict=True))
         if limit and needed > limit
     ]
-    return f"the model does not fit into the devices' memory; {'; '.join(short)}"
+    said = f"{'with the nearest cut, ' * is_nearest}{'; '.join(short)}"
+    return f"the model does not fit into the devices' memory; {said}"
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

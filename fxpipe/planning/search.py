@@ -236,11 +236,13 @@ class SettingSearch:
 
     def _planned(self, setting: Setting) -> SettingTrial:
         try:
-            plan = self.question(setting).nearest()
+            question = self.question(setting)
+            plan = question.nearest()
         except PartitionError as error:  # there are fewer nodes than stages, say
             return SettingTrial(setting, None, math.inf, str(error))
         if not plan.fits:
-            return SettingTrial(setting, None, math.inf, shortage(plan), plan)
+            why = shortage(plan, is_nearest=question.is_automatic)
+            return SettingTrial(setting, None, math.inf, why, plan)
         return SettingTrial(setting, plan, plan.seconds)
 
     def fastest(self, settings: Sequence[Setting], *, has_own: bool = False) -> list[SettingTrial]:
@@ -325,7 +327,7 @@ class SettingSearch:
         question = self.question(trial.setting)
         if not question.is_automatic:
             return 'partition="auto" looks for a cut that fits'
-        return f"from {trial.setting}: {question.ways_out(rows)}"
+        return f"as for {trial.setting}, {question.ways_out(rows)}"
 
     def _own(self, trials: Sequence[SettingTrial], settings: Sequence[Setting]) -> list[Setting]:
         """The settings with an order of its own that are looked at."""

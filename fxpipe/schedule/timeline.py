@@ -24,8 +24,8 @@ class Timeline(Occupancy):
     def __str__(self) -> str:
         unit, said = time_unit(self.makespan)
         lines = [
-            f"{self.name}: {self.makespan / unit:.4g} {said}; lanes wait {self.bubble:.1%} of it, "
-            f"and {self.bubble_in_span:.1%} of the time from the first action of each to its last"
+            f"{self.name}: {self.makespan / unit:.4g} {said}; lanes wait {self.bubble:.1%} of the "
+            f"time, and {self.bubble_in_span:.1%} between their first action and their last"
         ]
         for lane, (name, busy) in enumerate(zip(self.lanes, self.busy, strict=True)):
             own = self.own_spans[lane]

@@ -64,8 +64,8 @@ def test_it_prints_what_matters():
     memory = Memory([1024], fixed=24)
     timeline = simulate(named("gpipe", lanes=1, microbatches=1), [StageCost(1, 1, 1)], None, memory)
     assert str(timeline).splitlines() == [
-        "gpipe: 3 s; lanes wait 0.0% of it, and 0.0% of the time from the first action of each to "
-        "its last",
+        "gpipe: 3 s; lanes wait 0.0% of the time, and 0.0% between their first action and their "
+        "last",
         "lane 0: works 3 of the 3 s from its first action to its last, peak 1.0 KiB",
     ]
     assert [str(span) for span in measured().spans] == ["0F0", "0B0", "loss"]

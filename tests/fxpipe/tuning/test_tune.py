@@ -72,7 +72,7 @@ def test_a_table_of_what_does_not_fit_says_how_much_is_missing_and_what_would_fi
     text = " ".join(str(found).split())
     assert text.count("does not fit │") == 2
     assert "0 of 2 settings fit; the nearest is gpipe, 4 chunks, checkpoint never: " in text
-    assert re.search(r"device 0 needs .* short; from gpipe .* it would fit with ", text)
+    assert re.search(r"device 0 needs .* short; as for gpipe .* it would fit with ", text)
     found.save(tmp_path / "tuning.json")
     assert str(Tuning.load(tmp_path / "tuning.json")) == str(found)
 
