@@ -278,34 +278,46 @@ class Search:
         if np.isinf(m.memory[stage]):
             return 0.0
         found = np.full(can.shape, np.inf)
-        fixed, saved, taken_in = self._bytes(stage, first, then)
-        forward = self._of_row(self.forward, stage, first, then)
-        again = self._of_row(self.again, stage, first, then)
-        least = self._of_row(self.least, stage, first, then)
+        where = np.nonzero(can)
+        begin, end = first[where[0]], then[where[1]]
+        fixed, saved, taken_in = (
+            each[where] if isinstance(each, np.ndarray) else each
+            for each in self._bytes(stage, first, then)
+        )
+        forward = self._of_row(self.forward, stage, begin, end)
+        again = self._of_row(self.again, stage, begin, end)
+        least = self._of_row(self.least, stage, begin, end)
+        more = np.full(len(begin), np.inf)
         by_host = m.by_host[:, stage]
         # Ways that compute little again come first: where one of them fits, most others need not be
         # looked at.
         for way in np.lexsort((m.selective[:, stage], m.again[:, stage])):
-            need = fixed + m.held[way, stage] * saved + m.received[way, stage] * taken_in
-            need = need + m.beside[way, stage]
+            need = m.held[way, stage] * saved
+            need += fixed
+            if m.received[way, stage]:
+                need += m.received[way, stage] * taken_in
+            need += m.beside[way, stage]
             if m.products[way, stage]:
-                made = self.products[then][None, :] - self.products[first][:, None]
-                need = need + m.products[way, stage] * made
+                need += m.products[way, stage] * (self.products[end] - self.products[begin])
             fits = need <= m.memory[stage] * ROOM
-            takes = m.again[way, stage] * forward + m.selective[way, stage] * again - least
+            takes = m.again[way, stage] * forward
+            if m.selective[way, stage]:
+                takes += m.selective[way, stage] * again
+            takes -= least
             if by_host[way]:
-                weights = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
-                weights += self.more[stage]
+                weights = self._weight(stage, end) - self._weight(stage, begin) + self.more[stage]
                 takes = np.maximum(takes, by_host[way] * saved - weights)
-            found = np.where(fits, np.minimum(found, takes), found)
-            if not (can & (found > 0)).any():
+            np.minimum(more, takes, out=more, where=fits)
+            if not (more > 0).any():
                 break  # no way takes less time
+        found[where] = more
         return found
 
-    def _of_row(self, sums: Floats, stage: int, first: Ints, then: Ints) -> Floats:
-        """The seconds of a stage between two downsets, from sums over the nodes of downsets."""
+    def _of_row(self, sums: Floats, stage: int, begin: Ints, end: Ints) -> Floats:
+        """The seconds of a stage from each downset in ``begin`` to the one beside it in ``end``,
+        from sums over the nodes of downsets."""
         row = sums[:, stage % sums.shape[1]]
-        between: Floats = row[then][None, :] - row[first][:, None]
+        between: Floats = row[end] - row[begin]
         return between
 
     def _bytes(self, stage: int, first: Ints, then: Ints) -> tuple[Floats, Floats, Floats | float]:
