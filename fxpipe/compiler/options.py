@@ -244,6 +244,13 @@ class Options:
         return isinstance(spec, Auto) or (isinstance(spec, str) and spec == "auto")
 
     @property
+    def knows_other_sizes(self) -> bool:
+        """Whether it is known how long micro-batches of other sizes take, as by estimates. Times
+        that were measured, or are given, are for one size, and do not say which part of them does
+        not depend on it."""
+        return self.costs == "analytic"
+
+    @property
     def has_given_costs(self) -> bool:
         """Whether the user gives the costs, in a dict, a profile or its path."""
         return are_given(self.costs)

@@ -127,13 +127,6 @@ class Replanned:
         prices = replace(asked.prices, known={chunks: self._at(chunks)})
         return replace(asked, **{"partition": cut, "prices": prices, **changed}).answer()
 
-    @property
-    def knows_other_sizes(self) -> bool:
-        """Whether it is known how long micro-batches of other sizes take, as by estimates. Times
-        that were measured, or are given, are for one size, and do not say which part of them does
-        not depend on it."""
-        return self.options.costs == "analytic"
-
     def takes(self, chunks: int) -> bool:
         """Whether a mini-batch can be cut into so many micro-batches."""
         if chunks == self.chunks:
@@ -151,7 +144,7 @@ class Replanned:
 
     def _costs_for(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph with costs for another number of micro-batches, which are known
-        (:attr:`knows_other_sizes`)."""
+        (:attr:`Options.knows_other_sizes`)."""
         options, chain = self.options, self.options.passes
         gm = copied(self._priced[self.chunks])
         for parameter in gm.graph.find_nodes(op="get_attr"):

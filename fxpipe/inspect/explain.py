@@ -470,13 +470,13 @@ class Explaining:
 
     def _help(self, found: Sequence[Suggestion], compiled: Replanned, now: Plan) -> list[str]:
         """The suggestions, each with its call."""
-        left_out = [] if compiled.knows_other_sizes else [self._other_sizes]
+        left_out = [] if compiled.options.knows_other_sizes else [self._other_sizes]
         tune = f"    print({self._calls.tune(measure=3)})"
         if not found:
             tried = [
                 "the cut",
                 *["checkpoints"] * self.options.training,
-                *["other numbers of micro-batches"] * compiled.knows_other_sizes,
+                *["other numbers of micro-batches"] * compiled.options.knows_other_sizes,
                 *["other schedules"] * self.options.training,
             ]
             none = (

@@ -46,6 +46,7 @@ class Report:
         placement: the lane of each stage.
         step: a function that predicts the training step, or the call without one, for a number of
             micro-batches; it gives None if the schedule cannot run.
+        knows_other_sizes: whether times are known for micro-batches of other sizes.
         rows_given: the number of rows in the mini-batch; None if it is not known.
         notes: what the check whether micro-batches change any result has to say, in sentences.
         refused_sizes: the sizes of micro-batches, in rows, that the model does not take.
@@ -70,6 +71,7 @@ class Report:
     was_chosen: bool
     placement: Sequence[int]
     step: Callable[[int], Timeline | None]
+    knows_other_sizes: bool = True
     rows_given: int | None = None
     notes: Sequence[str] = ()
     refused_sizes: Collection[int] = ()
@@ -214,6 +216,8 @@ class Report:
         is_fastest = self.was_chosen and isinstance(self.choice, Choice)
         if then is not None and self.timeline is not None and not is_fastest:
             more_chunks = bubble_advice(self.timeline.bubble, then.bubble, more)
+            if more_chunks and not self.knows_other_sizes:
+                more_chunks = [f"{more_chunks[0]}, if stages take time in proportion to the rows"]
             warned = caution(self.model_graph, self.rows_given, self.chunks, more)
             found += [*more_chunks, *([warned] if more_chunks and warned else [])]
         return found

@@ -134,7 +134,7 @@ class Suggesting:
     @property
     def _counts(self) -> list[int]:
         """The numbers of micro-batches to try: other ones if it is known what they would take."""
-        if not self.compiled.knows_other_sizes:
+        if not self.compiled.options.knows_other_sizes:
             return []
         now = self.compiled.chunks
         most = min(4 * now, self.compiled.rows or now)

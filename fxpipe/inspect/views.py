@@ -292,6 +292,7 @@ class Views:
             refused_sizes=mode.traced.refused_sizes,
             placement=self._options.placement,
             step=self._predicted,
+            knows_other_sizes=self._options.knows_other_sizes,
             rows_given=None if example is None else example.batch,
             notes=mode.notes,
             memory=self._options.memory or (),
