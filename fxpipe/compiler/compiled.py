@@ -20,6 +20,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
+from fxpipe.meaning.loss_of_target import FoundLoss
 from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
@@ -108,11 +109,15 @@ class Mode:
     """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
-    loss_dims: dict[Any, Dim] = field(default_factory=dict)
-    """The same for the results of the loss function, by the keys of ``steps``."""
-    steps: dict[Any, tuple[Unrolled, int]] = field(default_factory=dict)
-    """The step graphs that have been compiled, by the number of micro-batches and the structure of
-    the target, each with the place of the reading of the target that it is for."""
+    losses: dict[Any, FoundLoss] = field(default_factory=dict)
+    """What the check has found out about the loss of a step, by the number of micro-batches and the
+    structure of the target."""
+    doubtful: set[Any] = field(default_factory=set)
+    """The keys of ``losses`` for which the loss is to be checked again with the next such target:
+    numbers that it reads have changed, or it is another loss by now with other targets."""
+    steps: dict[Any, Unrolled] = field(default_factory=dict)
+    """The step graphs that have been compiled, by the same, and by how the target is read and the
+    loss is put together."""
 
     @property
     def most_chunks(self) -> int:
@@ -140,7 +145,7 @@ class Mode:
     def saved_by_loss(self) -> SavedByLoss | None:
         """What the loss of the last training step has saved, or is expected to save; None if that
         is not known."""
-        steps = (step.graph_module for step, _ in reversed(self.steps.values()))
+        steps = (step.graph_module for step in reversed(self.steps.values()))
         losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
         expected = self.expected_loss if isinstance(self.expected_loss, SavedByLoss) else None
         found = next((loss.saved for loss in losses if loss.saved is not None), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -26,7 +26,7 @@ from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.later_checks import LaterChecks
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import log_compilation, log_cut, log_reasons, logged, wants_log
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
@@ -99,32 +99,38 @@ class Compiler(LaterChecks):
                 mode.refresh()
             return mode.unrolled[chunks]
 
-    def step(self, mode: Mode, chunks: int, readings: Sequence[Target]) -> tuple[Unrolled, Target]:
+    def step(self, mode: Mode, chunks: int, batch: MiniBatch) -> tuple[Unrolled, Target]:
         """The step graph for ``chunks`` micro-batches and targets of this structure, lowered to
-        programs, and how it reads the target; cached in the mode.
-
-        Args:
-            readings: the ways in which the target may be cut into micro-batches.
-        """
-        key = chunks, *((target.nesting, target.has_batch) for target in readings)
+        programs, and how it reads the target; cached in the mode."""
+        key = chunks, *((target.nesting, target.has_batch) for target in batch.readings)
         with self._lock:
-            is_checked = key not in mode.steps
+            known = mode.losses.get(key)
+            is_checked = known is None or not known.is_decided
             if is_checked:
                 with self._working(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
-                        found = self._loss_dim(mode, readings, chunks, self._asked)
-                    step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
-                    mode.steps[key] = step, found.place
-                    mode.loss_dims[key] = mode.of_loss.note(found).dim
+                        found = self._loss_dim(mode, batch, chunks, self._asked)
+                    mode.losses[key] = mode.of_loss.note(found)
                     self._watch(mode, found)
-                mode.refresh()
-            step, place = mode.steps[key]
-            self._notice_labels(mode, readings, place, is_checked)
-            is_new = self._notice_numbers(mode, readings[place], chunks)
+                    self._step_of(mode, key, batch)
+            self._notice_labels(mode, batch, key, is_checked)
+            if self._notice_numbers(mode, batch, key):
+                mode.doubtful |= mode.losses.keys()
             is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
-            if (is_due or is_new) and not is_checked:
-                self._tell_of_loss(mode, readings, key)
-            return step, readings[place]
+            is_doubtful = key in mode.doubtful
+            mode.doubtful.discard(key)
+            if (is_due or is_doubtful) and not is_checked:
+                self._tell_of_loss(mode, batch, key)
+            return self._step_of(mode, key, batch)
+
+    def _step_of(self, mode: Mode, key: Any, batch: MiniBatch) -> tuple[Unrolled, Target]:
+        """The step graph by what has been found out about the loss, and how it reads the target."""
+        found = mode.losses[key]
+        target, taken = batch.readings[found.place], (found.place, found.dim)
+        if (*key, taken) not in mode.steps:
+            mode.steps[(*key, taken)] = self.lowering.step(mode, key[0], target, found.dim)
+            mode.refresh()
+        return mode.steps[(*key, taken)], target
 
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:

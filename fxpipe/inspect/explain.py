@@ -217,8 +217,10 @@ class Explaining:
                 f"With check={options.check!r} a difference from the model is "
                 f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
             )
-        known = {} if options.loss_fn is None else mode.loss_dims
-        losses = [_LOSSES[dim] for dim in dict.fromkeys(known.values()) if dim in _LOSSES]
+        # A step of one micro-batch puts nothing together.
+        known = {} if options.loss_fn is None else mode.losses
+        found = [each.dim for (chunks, *_), each in known.items() if chunks > 1 and each.is_decided]
+        losses = [_LOSSES[dim] for dim in dict.fromkeys(found)]
         return [*sentences, *losses, *(_sentence(note) for note in mode.notes)]
 
     def _trace(self) -> list[str]:

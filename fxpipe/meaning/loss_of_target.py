@@ -84,7 +84,14 @@ def loss_dim(
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
     dim = found[place].dim()
     taken = found[place]
-    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear, taken.is_told)
+    return FoundLoss(
+        place,
+        dim,
+        tuple(taken.may_leave_out()),
+        taken.is_clear,
+        taken.is_told,
+        taken.is_decided,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class FoundLoss:
             the labels of this mini-batch.
         is_clear: whether the check has told a mean from a sum.
         is_told: whether the user has been warned that the loss is no mean over the rows.
+        is_decided: whether a step can be made by it. If not, the loss raises an error on a
+            micro-batch, or there are no values yet: it is to be checked with the next mini-batch.
     """
 
     place: int
@@ -106,6 +115,7 @@ class FoundLoss:
     left_out: tuple[LabelCondition, ...] = ()
     is_clear: bool = False
     is_told: bool = False
+    is_decided: bool = True
 
 
 class _LossOfTarget:
@@ -128,6 +138,8 @@ class _LossOfTarget:
         """Whether the check has told a mean from a sum."""
         self.is_told = False
         """Whether the user has been warned that the loss is no mean over the rows."""
+        self.is_decided = True
+        """Whether a step can be made by what has been found out."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
         listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
         if listed is not None:
@@ -246,7 +258,7 @@ class _LossOfTarget:
         if not self.out_dims or any(map(is_column, self.tensors)):
             return []
         cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
-        rows, known = min(cut), min(2, *cut)  # a target may be of a smaller mini-batch
+        rows, known = min(cut), min(2, *cut)
         if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
             return []
         try:
@@ -315,13 +327,13 @@ class _LossOfTarget:
             if wrong:
                 refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
         elif verdict.trial is None or LOSS in verdict.unclear:
-            sizes = asked.sizes(rows_in(self.named, self.own) or 0)
-            first = part(self.tensors, self.dims, 0, sizes[0])
-            if verdict.trial is None and not is_taken(self.run, first):
-                return None  # it raises an error on a micro-batch: the step will raise the same
+            if verdict.trial is None and not self._is_taken_in_a_step():
+                self.is_decided = False  # the step will raise the same error
+                return None
             refuse(asked, messages.unknown_loss(verdict))
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
-            return None  # it is no tensor: the step will raise an error
+            self.is_decided = False  # it is no tensor: the step will raise an error
+            return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
             if text := self._about(verdict):
@@ -329,6 +341,19 @@ class _LossOfTarget:
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _is_taken_in_a_step(self) -> bool:
+        """Whether the loss function takes the first micro-batch as a step gives it to it: with
+        gradients, which it may ask for. What it raises in the check only, the check is to blame
+        for."""
+        sizes = self.asked.sizes(rows_in(self.named, self.own) or 0)
+
+        def run(tensors: list[Tensor]) -> Any:
+            output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
+            with self.ambient.applied(), untouched(self.model):
+                return self.loss(output, self.filled(tensors))
+
+        return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))
 
     def _of_least_weight(self, weigh: Weigh) -> list[Trial]:
         """A sample of the mini-batch's own rows, whose first part has those of the least weight, so

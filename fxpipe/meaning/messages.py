@@ -283,6 +283,18 @@ def put_together_anew(path: str, was_sum: bool) -> str:
     )
 
 
+def put_together_from_now_on(was_sum: bool) -> str:
+    """The warning for a ``loss_fn`` that was a mean over the rows and is a sum, or the other way
+    round."""
+    before, now = ("sum", "mean") if was_sum else ("mean", "sum")
+    word = "rows" if was_sum else "sum"
+    return (
+        f"the loss is a {now} over the rows by now, as a check with this mini-batch says, and was "
+        f"put together as a {before} over them before: from this step on it is put together as a "
+        f"{now}. If it is one in every step, give loss_weight={word!r}, which says so"
+    )
+
+
 def across(
     problem: Problem,
     inputs: Sequence[Input],

@@ -353,21 +353,24 @@ def test_a_buffer_of_a_model_by_which_outputs_mix_rows_is_noticed():
         assert "depends on which other rows there are" in text
 
 
-def test_a_mean_that_becomes_a_sum_is_said():
+@pytest.mark.parametrize("counts", [(8, 8, 8, 8, 8), (8, 3, 8, 3, 8)])
+def test_a_mean_that_becomes_a_sum_and_a_mean_again_is_said_and_put_together_as_what_it_is(counts):
     share = 0.0
 
     def loss_fn(output, x):
         rows = (output["reconstruction"] - x).square().sum(1)
         return (1 - share) * rows.mean() + share * rows.sum()
 
+    said = []
     with pipeline(loss_fn) as pipe:
-        assert told(lambda: pipe.step(X, target=X)) == []
-        share = 1.0
-        (text,) = told(lambda: pipe.step(X, target=X))
-        assert "the loss is a sum over the rows by now" in text
-        assert "pipe.recompile()" in text
-        pipe.recompile()
-        assert told(lambda: pipe.step(X, target=X)) == []
+        for share, rows in zip((0.0, 1.0, 1.0, 0.0, 0.0), counts, strict=True):  # noqa: B007
+            x, found = X[:rows], []
+            said += told(lambda x=x, found=found: found.append(pipe.step(x, target=x)))
+            torch.testing.assert_close(found[0], loss_fn(pipe.module(x), x).detach())
+    for text, now, word in zip(said, ("sum", "mean"), ("sum", "rows"), strict=True):
+        assert f"the loss is a {now} over the rows by now" in text
+        assert f"from this step on it is put together as a {now}" in text
+        assert f"loss_weight={word!r}" in text
 
 
 def test_nothing_is_told_of_a_number_that_leaves_the_loss_a_mean():
