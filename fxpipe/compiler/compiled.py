@@ -86,6 +86,8 @@ class Mode:
     """What the loss will save for its backward, or why that is not known when the model is cut."""
     is_checked: bool = False
     """Whether the check has run the model on parts of samples, and compared its outputs."""
+    differing: frozenset[str] = frozenset()
+    """The paths of the outputs that have differed."""
     why_one_size: str = ""
     """Why the graph is for one batch size only, where it has been tried for any size first."""
     bindings: list[Binding] = field(default_factory=list)

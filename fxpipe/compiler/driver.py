@@ -31,7 +31,6 @@ from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import Unsupported
-from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
@@ -39,7 +38,6 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.numbers_read import (
     buffers_read,
     sizes_of,
@@ -190,7 +188,7 @@ class Compiler(LaterChecks):
         rows = mode.batch_in(args, kwargs)
         chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
         if chunks == 1 and self.options.chunks_for(rows) > 1 and self.options.check:
-            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning)
+            self._asked.warn(messages.one_microbatch(rows or 0, mode.notes))
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.ir.tensors import memory_bytes
 from fxpipe.meaning import messages
@@ -26,7 +25,6 @@ from fxpipe.meaning.combined import (
     is_of_means,
     may_be_weighted,
 )
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -337,7 +335,7 @@ class _LossOfTarget:
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
             if text := self._about(verdict):
-                warn(text.replace(LOSS, "the loss", 1), BatchWarning)
+                asked.warn(text.replace(LOSS, "the loss", 1))
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
