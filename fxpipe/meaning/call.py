@@ -151,9 +151,9 @@ def check_at_size(
     asked: Asked,
     chunks: int,
 ) -> None:
-    """Check a meaning with as many rows as the example has, cut into ``chunks`` micro-batches of one
-    size, as a call will be: for a model whose branches depend on the number of rows. Outputs that
-    differ for fewer rows, too, do not go by that number.
+    """Check a meaning with as many rows as the example has, cut into ``chunks`` micro-batches of
+    one size, as a call will be: for a model whose branches depend on the number of rows. Outputs
+    that differ for fewer rows, too, do not go by that number.
 
     Raises:
         BatchError: if the parts do not make the whole, or a warning, as :func:`meaning_of`.
