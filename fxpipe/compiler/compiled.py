@@ -111,6 +111,9 @@ class Mode:
     """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
+    is_outdated: bool = False
+    """Whether the check has found with a later mini-batch that outputs are put together in another
+    way, so that the model is to be compiled anew."""
     losses: dict[Any, FoundLoss] = field(default_factory=dict)
     """What the check has found out about the loss of a step, by the number of micro-batches and the
     structure of the target."""

@@ -40,6 +40,7 @@ from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.numbers_read import (
     buffers_read,
+    numbers_in,
     sizes_of,
 )
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
@@ -78,14 +79,23 @@ class Compiler(LaterChecks):
                 self._target = target_without_values(target)
             if self.homes:
                 self.notice_values()
-            mode, values = self._found(args, kwargs)
-            mode.refresh()
-            mode.settle()
-            self._notice_labels_in(mode, values, args, kwargs)
-            self._notice_numbers_in(mode, values, args, kwargs)
+            mode, values = self._checked(args, kwargs)
+            if mode.is_outdated:
+                self.cache.drop(mode)
+                mode, values = self._checked(args, kwargs)
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
+        """The mode for a call, and the values of its inputs, once it has been looked at what of the
+        call may change what micro-batches mean."""
+        mode, values = self._found(args, kwargs)
+        mode.refresh()
+        mode.settle()
+        self._notice_labels_in(mode, values, args, kwargs)
+        self._notice_numbers_in(mode, values, args, kwargs)
+        return mode, values
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The pipeline graph for ``chunks`` micro-batches, lowered to programs; cached in the
@@ -326,7 +336,12 @@ class Compiler(LaterChecks):
             "any size": self._any_size or has_new_sizes,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
-            "numbers": sizes_of([read() for read in buffers_read(self.model)]),
+            "numbers": sizes_of(
+                [
+                    *(read() for read in buffers_read(self.model)),
+                    *numbers_in(Structure.of(inputs)[0]),
+                ]
+            ),
             "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
         return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)

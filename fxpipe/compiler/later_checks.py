@@ -31,14 +31,12 @@ from fxpipe.compiler.log import logged, wants_log
 from fxpipe.compiler.loss import MiniBatch
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
-from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.batches import Batches, Finding
 from fxpipe.meaning.call import meaning_of
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import (
     MOST,
     MOST_OF_OTHERS,
@@ -137,9 +135,8 @@ class LaterChecks(Staging):
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             asked = self._asked_again(mode.left_out.counts)
-            self._tell_of_labels(
-                mode.of_model, lambda: self._check_again(mode, args, kwargs, asked)
-            )
+            check = partial(self._outputs_decided_again, mode, args, kwargs, asked)
+            self._tell_of_labels(mode.of_model, check)
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
         """By what a model that returns its loss may tell which labels count: by what its graph
@@ -196,7 +193,8 @@ class LaterChecks(Staging):
             is_cut = [dim is not None for dim in mode.in_dims]
             mode.numbers = ModelNumbers(self.model, values, is_cut)
         elif mode.numbers.watch.is_new(mode.numbers.read(values)) or is_due:
-            check = partial(self._tell_of_outputs, mode, args, kwargs)
+            asked = self._asked_again()
+            check = partial(self._outputs_decided_again, mode, args, kwargs, asked)
             self._tell_of_numbers(mode.of_model, check)
 
     def _notice_numbers(self, mode: Mode, batch: MiniBatch, key: Any) -> bool:
@@ -226,20 +224,22 @@ class LaterChecks(Staging):
         is_checked = bool(self.options.check) and not self._is_said
         return is_checked and batches.are_due()
 
-    def _tell_of_outputs(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _outputs_decided_again(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Finding:
-        """Check the model again, and warn of an output that is no mean any more but a sum, or no
-        sum but a mean."""
-        found = self._check_again(mode, args, kwargs, self._asked_again())
+        """What the check finds out about the model with a later mini-batch. Where an output is no
+        mean any more but a sum, or no sum but a mean, the model is to be compiled anew."""
+        found = self._check_again(mode, args, kwargs, asked)
         for path, dim in found.outputs.items():
             before = mode.outputs_checked.get(path, dim)
-            if dim != before and SUM in (dim, before):
-                warn(messages.put_together_anew(path, before == SUM), BatchWarning)
+            if dim != before and SUM in (dim, before) and path not in found.unclear:
+                mode.is_outdated = True
+                if path not in found.differing:
+                    asked.warn(messages.put_together_from_now_on(path, before == SUM))
         return found
 
     def _tell_of_loss(self, mode: Mode, batch: MiniBatch, key: Any) -> None:
-        """The same for the loss function, which is put together as it is found to be."""
+        """Check the loss function again, which is put together as it is found to be."""
         check = partial(self._loss_decided_again, mode, batch, key, self._asked_again())
         self._tell_of_numbers(mode.of_loss, check)
 
@@ -255,7 +255,7 @@ class LaterChecks(Staging):
             if mode.loss_numbers is not None:
                 mode.loss_numbers.forget()
             if not found.is_told:
-                asked.warn(messages.put_together_from_now_on(before.dim == SUM))
+                asked.warn(messages.put_together_from_now_on("the loss", before.dim == SUM))
         return found
 
     def _tell_of_labels(self, batches: Batches, check: Callable[[], Finding]) -> None:
