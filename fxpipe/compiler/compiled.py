@@ -103,8 +103,9 @@ class Mode:
     numbers: ModelNumbers | None = None
     """Looks for numbers that the model reads and that have changed; None ahead of the first
     call."""
-    loss_numbers: NumberWatch | None = None
-    """The same for numbers that the loss function reads."""
+    loss_numbers: dict[Any, NumberWatch] = field(default_factory=dict)
+    """Look for numbers that the loss function reads and that have changed since it was checked, by
+    the keys of ``losses``; there is none where it is to be checked in any case."""
     of_model: Batches = field(default_factory=Batches)
     """Says which mini-batches a model that returns its loss is checked with once more."""
     of_loss: Batches = field(default_factory=Batches)
@@ -117,9 +118,6 @@ class Mode:
     losses: dict[Any, FoundLoss] = field(default_factory=dict)
     """What the check has found out about the loss of a step, by the number of micro-batches and the
     structure of the target."""
-    doubtful: set[Any] = field(default_factory=set)
-    """The keys of ``losses`` for which the loss is to be checked again with the next such target:
-    numbers that it reads have changed, or it is another loss by now with other targets."""
     steps: dict[Any, Unrolled] = field(default_factory=dict)
     """The step graphs that have been compiled, by the same, and by how the target is read and the
     loss is put together."""

@@ -119,15 +119,13 @@ class Compiler(LaterChecks):
                     with phase("loss", quiet=True):
                         found = self._loss_dim(mode, batch, chunks, self._asked)
                     mode.losses[key] = mode.of_loss.note(found)
+                    mode.loss_numbers.pop(key, None)
                     self._watch(mode, found)
                     self._step_of(mode, key, batch)
             self._notice_labels(mode, batch, key, is_checked)
-            if self._notice_numbers(mode, batch, key):
-                mode.doubtful |= mode.losses.keys()
+            is_new = self._notice_numbers(mode, batch, key)
             is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
-            is_doubtful = key in mode.doubtful
-            mode.doubtful.discard(key)
-            if (is_due or is_doubtful) and not is_checked:
+            if (is_due or is_new) and not is_checked:
                 self._tell_of_loss(mode, batch, key)
             return self._step_of(mode, key, batch)
 

@@ -199,7 +199,7 @@ class LaterChecks(Staging):
 
     def _notice_numbers(self, mode: Mode, batch: MiniBatch, key: Any) -> bool:
         """Whether numbers that the loss function reads, by itself or from a target, are others than
-        those it was checked with."""
+        those it was checked with for such a target; or may be, as nothing is known of these."""
         if self.options.loss_fn is None or not self.options.check or key[0] == 1:
             return False
         if self._of_loss is None:
@@ -210,9 +210,11 @@ class LaterChecks(Staging):
         numbers = [*self._of_loss.values(), *given]
         if mode.numbers is not None:
             numbers += mode.numbers.now
-        if mode.loss_numbers is None:
-            mode.loss_numbers = NumberWatch(numbers)
-        return mode.loss_numbers.is_new(numbers)
+        watch = mode.loss_numbers.get(key)
+        if watch is None:
+            mode.loss_numbers[key] = NumberWatch(numbers)
+            return True
+        return watch.is_new(numbers)
 
     @property
     def _is_said(self) -> bool:
@@ -251,9 +253,10 @@ class LaterChecks(Staging):
         found, before = self._loss_dim(mode, batch, key[0], asked), mode.losses[key]
         if found.is_clear and found.dim != before.dim:
             mode.losses[key] = found
-            mode.doubtful |= mode.losses.keys() - {key}
-            if mode.loss_numbers is not None:
-                mode.loss_numbers.forget()
+            own = {k: watch for k, watch in mode.loss_numbers.items() if k == key}
+            mode.loss_numbers = own  # with other targets it may be something else by now, too
+            for watch in own.values():
+                watch.forget()
             if not found.is_told:
                 asked.warn(messages.put_together_from_now_on("the loss", before.dim == SUM))
         return found

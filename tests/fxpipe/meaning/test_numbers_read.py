@@ -353,7 +353,7 @@ def test_a_buffer_of_a_model_by_which_outputs_mix_rows_is_noticed():
         assert "depends on which other rows there are" in text
 
 
-@pytest.mark.parametrize("counts", [(8, 8, 8, 8, 8), (8, 3, 8, 3, 8)])
+@pytest.mark.parametrize("counts", [(8, 8, 8, 8, 8), (8, 3, 8, 3, 8), (8, 3, 8, 8, 3)])
 def test_a_mean_that_becomes_a_sum_and_a_mean_again_is_said_and_put_together_as_what_it_is(counts):
     share = 0.0
 
@@ -371,6 +371,22 @@ def test_a_mean_that_becomes_a_sum_and_a_mean_again_is_said_and_put_together_as_
         assert f"the loss is a {now} over the rows by now" in text
         assert f"from this call on it is put together as a {now}" in text
         assert f"loss_weight={word!r}" in text
+
+
+def test_a_number_is_noticed_again_where_it_was_another_one_with_targets_of_another_kind():
+    share = 0.0
+
+    def loss_fn(output, x):
+        x = x["x"] if isinstance(x, dict) else x
+        rows = (output["reconstruction"] - x).square().sum(1)
+        return (1 - share) * rows.mean() + share * rows.sum()
+
+    with pipeline(loss_fn) as pipe:
+        steps = [(0.0, X), (1.0, {"x": X}), (0.0, {"x": X}), (1.0, X), (0.0, X), (1.0, X)]
+        for share, target in steps:  # noqa: B007
+            found = []
+            told(lambda target=target, found=found: found.append(pipe.step(X, target=target)))
+            torch.testing.assert_close(found[0], loss_fn(pipe.module(X), target).detach())
 
 
 class MeanOrSum(Autoencoder):
