@@ -156,6 +156,8 @@ class _LossOfTarget:
         self.output_of = KeptOutputs(self._output_of, self.own, {} if listed else out_dims)
         self.is_wide = True
         """Whether the loss is computed in single precision at least, which some do not take."""
+        self.with_gradients = False
+        """Whether the loss is computed with gradients, which some ask for."""
         self.tensors: list[Any] = [*self.asking.tensors, *cut, self.factors]
         self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places), 0]
         some = Structure.of(inputs)[0]
@@ -222,11 +224,15 @@ class _LossOfTarget:
     ) -> Any:
         # The loss may draw random numbers, and a module may count its calls, say.
         own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
-        quietly = untouched(self.model), own, stirred(self._values), torch.no_grad()
+        recording = torch.set_grad_enabled(self.with_gradients)
+        quietly = untouched(self.model), own, stirred(self._values), recording
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
-            return self.loss(output, target)
+            if not self.with_gradients:
+                return self.loss(output, target)
+            found = self.loss(map_tensors(_with_gradient, output), target)
+            return map_tensors(Tensor.detach, found)
 
     def _precision(self) -> AbstractContextManager[None]:
         """A context in which the loss is computed, and in which its values are compared."""
@@ -295,6 +301,9 @@ class _LossOfTarget:
             verdict = check(question, is_likely=True)
         if was_wide and not self.is_wide:
             return self._checked(run)
+        if verdict.trial is None and not self.with_gradients:
+            self.with_gradients = True
+            return self._checked(run)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
             self.output_of.forget()
@@ -328,7 +337,8 @@ class _LossOfTarget:
             if verdict.trial is None and not self._is_taken_in_a_step():
                 self.is_decided = False  # the step will raise the same error
                 return None
-            refuse(asked, messages.unknown_loss(verdict))
+            # It has to be put together in some way, which is said whatever the user accepts.
+            refuse(replace(asked, check=asked.check or "warn"), messages.unknown_loss(verdict))
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
             self.is_decided = False  # it is no tensor: the step will raise an error
             return None
@@ -430,6 +440,12 @@ class Targets:
         """The tensors that are cut into micro-batches."""
         cut = zip(self.leaves, self.has_batch, strict=True)
         return [leaf for leaf, is_cut in cut if is_cut and isinstance(leaf, Tensor)]
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """A tensor that has a gradient, if it may have one, and may be written to."""
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_().clone() if is_real else tensor
 
 
 def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str | int]:

@@ -346,11 +346,12 @@ def test_a_loss_that_cannot_be_asked_is_refused_with_what_settles_it():
         pytest.raises(fxpipe.BatchError, match=r'rows, please\. Give loss_weight="rows"'),
     ):
         pipe.step(x, target=y)
-    with (
-        fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, check="warn") as pipe,
-        pytest.warns(fxpipe.BatchWarning, match="four rows, please"),
-    ):
-        pipe.step(x, target=y)
+    for check in ("warn", False):
+        with (
+            fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, check=check) as pipe,
+            pytest.warns(fxpipe.BatchWarning, match="four rows, please"),
+        ):
+            pipe.step(x, target=y)
     whole = (model(x) - y).square().sum().detach()
     for weight, part in (("sum", 1.0), ("rows", 0.5)):
         with fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, loss_weight=weight) as pipe:
