@@ -14,14 +14,13 @@ a rank that has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ranks.agreement import Agreement
@@ -111,7 +110,9 @@ class Absent:
             found[i] = value.detach().requires_grad_(tensors[i].requires_grad)
         return structure.fill(found)
 
-    def filled_targets(self, readings: Sequence[Target], members: slice) -> list[Target]:
-        """The readings of a target, with values in place of ghosts."""
-        leaves = self.filled([each.leaves for each in readings], members)
-        return [replace(each, leaves=own) for each, own in zip(readings, leaves, strict=True)]
+    def filled_batch(self, batch: MiniBatch, members: slice) -> MiniBatch:
+        """The mini-batch of a step, with values in place of ghosts."""
+        given = batch.inputs, [each.leaves for each in batch.readings]
+        inputs, leaves = self.filled(given, members)
+        pairs = zip(batch.readings, leaves, strict=True)
+        return MiniBatch(inputs, [replace(each, leaves=own) for each, own in pairs])

@@ -39,6 +39,11 @@ class Cache:
         self.modes.clear()
         self._served.clear()
 
+    def drop(self, mode: Mode) -> None:
+        """Forget one mode, so that its calls are compiled anew."""
+        self.modes = [each for each in self.modes if each is not mode]
+        self._served.clear()
+
     def at_once(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any]] | None:

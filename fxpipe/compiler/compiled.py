@@ -20,6 +20,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
+from fxpipe.meaning.loss_of_target import FoundLoss
 from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
@@ -85,6 +86,8 @@ class Mode:
     """What the loss will save for its backward, or why that is not known when the model is cut."""
     is_checked: bool = False
     """Whether the check has run the model on parts of samples, and compared its outputs."""
+    differing: frozenset[str] = frozenset()
+    """The paths of the outputs that have differed."""
     why_one_size: str = ""
     """Why the graph is for one batch size only, where it has been tried for any size first."""
     bindings: list[Binding] = field(default_factory=list)
@@ -100,19 +103,24 @@ class Mode:
     numbers: ModelNumbers | None = None
     """Looks for numbers that the model reads and that have changed; None ahead of the first
     call."""
-    loss_numbers: NumberWatch | None = None
-    """The same for numbers that the loss function reads."""
+    loss_numbers: dict[Any, NumberWatch] = field(default_factory=dict)
+    """Look for numbers that the loss function reads and that have changed since it was checked, by
+    the keys of ``losses``; there is none where it is to be checked in any case."""
     of_model: Batches = field(default_factory=Batches)
     """Says which mini-batches a model that returns its loss is checked with once more."""
     of_loss: Batches = field(default_factory=Batches)
     """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
-    loss_dims: dict[Any, Dim] = field(default_factory=dict)
-    """The same for the results of the loss function, by the keys of ``steps``."""
-    steps: dict[Any, tuple[Unrolled, int]] = field(default_factory=dict)
-    """The step graphs that have been compiled, by the number of micro-batches and the structure of
-    the target, each with the place of the reading of the target that it is for."""
+    is_outdated: bool = False
+    """Whether the check has found with a later mini-batch that outputs are put together in another
+    way, so that the model is to be compiled anew."""
+    losses: dict[Any, FoundLoss] = field(default_factory=dict)
+    """What the check has found out about the loss of a step, by the number of micro-batches and the
+    structure of the target."""
+    steps: dict[Any, Unrolled] = field(default_factory=dict)
+    """The step graphs that have been compiled, by the same, and by how the target is read and the
+    loss is put together."""
 
     @property
     def most_chunks(self) -> int:
@@ -140,7 +148,7 @@ class Mode:
     def saved_by_loss(self) -> SavedByLoss | None:
         """What the loss of the last training step has saved, or is expected to save; None if that
         is not known."""
-        steps = (step.graph_module for step, _ in reversed(self.steps.values()))
+        steps = (step.graph_module for step in reversed(self.steps.values()))
         losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
         expected = self.expected_loss if isinstance(self.expected_loss, SavedByLoss) else None
         found = next((loss.saved for loss in losses if loss.saved is not None), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -26,12 +26,11 @@ from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.later_checks import LaterChecks
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import log_compilation, log_cut, log_reasons, logged, wants_log
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import Unsupported
-from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
@@ -39,9 +38,9 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.numbers_read import (
     buffers_read,
+    numbers_in,
     sizes_of,
 )
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
@@ -80,14 +79,23 @@ class Compiler(LaterChecks):
                 self._target = target_without_values(target)
             if self.homes:
                 self.notice_values()
-            mode, values = self._found(args, kwargs)
-            mode.refresh()
-            mode.settle()
-            self._notice_labels_in(mode, values, args, kwargs)
-            self._notice_numbers_in(mode, values, args, kwargs)
+            mode, values = self._checked(args, kwargs)
+            if mode.is_outdated:
+                self.cache.drop(mode)
+                mode, values = self._checked(args, kwargs)
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
+        """The mode for a call, and the values of its inputs, once it has been looked at what of the
+        call may change what micro-batches mean."""
+        mode, values = self._found(args, kwargs)
+        mode.refresh()
+        mode.settle()
+        self._notice_labels_in(mode, values, args, kwargs)
+        self._notice_numbers_in(mode, values, args, kwargs)
+        return mode, values
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The pipeline graph for ``chunks`` micro-batches, lowered to programs; cached in the
@@ -99,32 +107,36 @@ class Compiler(LaterChecks):
                 mode.refresh()
             return mode.unrolled[chunks]
 
-    def step(self, mode: Mode, chunks: int, readings: Sequence[Target]) -> tuple[Unrolled, Target]:
+    def step(self, mode: Mode, chunks: int, batch: MiniBatch) -> tuple[Unrolled, Target]:
         """The step graph for ``chunks`` micro-batches and targets of this structure, lowered to
-        programs, and how it reads the target; cached in the mode.
-
-        Args:
-            readings: the ways in which the target may be cut into micro-batches.
-        """
-        key = chunks, *((target.nesting, target.has_batch) for target in readings)
+        programs, and how it reads the target; cached in the mode."""
+        key = chunks, *((target.nesting, target.has_batch) for target in batch.readings)
         with self._lock:
-            is_checked = key not in mode.steps
+            known = mode.losses.get(key)
+            is_checked = known is None or not known.is_decided
             if is_checked:
                 with self._working(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
-                        found = self._loss_dim(mode, readings, chunks, self._asked)
-                    step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
-                    mode.steps[key] = step, found.place
-                    mode.loss_dims[key] = mode.of_loss.note(found).dim
+                        found = self._loss_dim(mode, batch, chunks, self._asked)
+                    mode.losses[key] = mode.of_loss.note(found)
+                    mode.loss_numbers.pop(key, None)
                     self._watch(mode, found)
-                mode.refresh()
-            step, place = mode.steps[key]
-            self._notice_labels(mode, readings, place, is_checked)
-            is_new = self._notice_numbers(mode, readings[place], chunks)
+                    self._step_of(mode, key, batch)
+            self._notice_labels(mode, batch, key, is_checked)
+            is_new = self._notice_numbers(mode, batch, key)
             is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
             if (is_due or is_new) and not is_checked:
-                self._tell_of_loss(mode, readings, key)
-            return step, readings[place]
+                self._tell_of_loss(mode, batch, key)
+            return self._step_of(mode, key, batch)
+
+    def _step_of(self, mode: Mode, key: Any, batch: MiniBatch) -> tuple[Unrolled, Target]:
+        """The step graph by what has been found out about the loss, and how it reads the target."""
+        found = mode.losses[key]
+        target, taken = batch.readings[found.place], (found.place, found.dim)
+        if (*key, taken) not in mode.steps:
+            mode.steps[(*key, taken)] = self.lowering.step(mode, key[0], target, found.dim)
+            mode.refresh()
+        return mode.steps[(*key, taken)], target
 
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:
@@ -184,7 +196,7 @@ class Compiler(LaterChecks):
         rows = mode.batch_in(args, kwargs)
         chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
         if chunks == 1 and self.options.chunks_for(rows) > 1 and self.options.check:
-            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning)
+            self._asked.warn(messages.one_microbatch(rows or 0, mode.notes))
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():
@@ -322,7 +334,12 @@ class Compiler(LaterChecks):
             "any size": self._any_size or has_new_sizes,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
-            "numbers": sizes_of([read() for read in buffers_read(self.model)]),
+            "numbers": sizes_of(
+                [
+                    *(read() for read in buffers_read(self.model)),
+                    *numbers_in(Structure.of(inputs)[0]),
+                ]
+            ),
             "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
         return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)

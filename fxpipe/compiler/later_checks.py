@@ -18,6 +18,7 @@ the number of boxes in a list), so a loss is also checked with mini-batches at g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,17 +28,15 @@ from torch import Tensor, nn
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import logged, wants_log
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
-from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.batches import Batches, Finding
 from fxpipe.meaning.call import meaning_of
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import (
     MOST,
     MOST_OF_OTHERS,
@@ -65,26 +64,27 @@ class LaterChecks(Staging):
         super().__init__(model, options, layout)
         self._of_loss: NumbersRead | None = None  # those of the loss function, once it has run
 
-    def _loss_dim(
-        self, mode: Mode, readings: Sequence[Target], chunks: int, asked: Asked
-    ) -> FoundLoss:
-        """What the check finds out about the loss function with the targets of a mini-batch."""
+    def _loss_dim(self, mode: Mode, batch: MiniBatch, chunks: int, asked: Asked) -> FoundLoss:
+        """What the check finds out about the loss function with a mini-batch.
+
+        Its inputs and its target belong together. Inputs of an earlier call might have another
+        length, or another size of pictures, and what a loss makes of an output of one size and a
+        target of another one says nothing about it.
+        """
         function = self.options.loss_fn
         if function is None:
             return FoundLoss(0, mode.loss_dim)
         if chunks == 1 or not (mode.rows or mode.example.batch):
             return FoundLoss(0, None)
-        some, named = mode.example.repeated()
-        if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
-            return FoundLoss(0, False)  # there are no values to check with: see notice_values
-        model = Twin(self.model).model
-        with self._where_it_runs(model, Structure.of((some, named))[0]):
+        with self._on_inputs(*batch.inputs) as (model, (some, named)):
+            if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
+                return FoundLoss(0, None, is_decided=False)  # there are no values to check with
             return loss_dim(
                 model,
                 (some, named),
                 mode.example.dims,
                 function,
-                [Targets(each.leaves, each.has_batch, each.nesting.fill) for each in readings],
+                [Targets(e.leaves, e.has_batch, e.nesting.fill) for e in batch.readings],
                 asked,
                 mode.output_dims,
             )
@@ -99,16 +99,14 @@ class LaterChecks(Staging):
         """A watch of labels for these conditions."""
         return LabelWatch(conditions)
 
-    def _notice_labels(
-        self, mode: Mode, readings: Sequence[Target], place: int, is_checked: bool
-    ) -> None:
+    def _notice_labels(self, mode: Mode, batch: MiniBatch, key: Any, is_checked: bool) -> None:
         """Notice labels in a target that the loss function leaves out, once micro-batches have
         unequal shares of them.
 
         ``is_checked``: whether the loss function has just been checked with this target. Then it
         had yet to be found out what to look for, so that the check may have met none of them.
         """
-        target = readings[place]
+        target = batch.readings[mode.losses[key].place]
         leaves = zip(target.leaves, target.has_batch, strict=True)
         labels = [(leaf, 0) for leaf, is_cut in leaves if is_cut and isinstance(leaf, Tensor)]
         rows = len(labels[0][0]) if labels else 0
@@ -117,8 +115,8 @@ class LaterChecks(Staging):
             return
         if mode.left_out.meets(labels, sizes, wait=is_checked):
             asked = self._asked_again(mode.left_out.counts)
-            self._check_once_more(
-                mode.of_loss, lambda: self._loss_dim(mode, readings, len(sizes), asked)
+            self._tell_of_labels(
+                mode.of_loss, partial(self._loss_decided_again, mode, batch, key, asked)
             )
 
     def _notice_labels_in(
@@ -137,9 +135,8 @@ class LaterChecks(Staging):
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             asked = self._asked_again(mode.left_out.counts)
-            self._check_once_more(
-                mode.of_model, lambda: self._check_again(mode, args, kwargs, asked)
-            )
+            check = partial(self._outputs_decided_again, mode, args, kwargs, asked)
+            self._tell_of_labels(mode.of_model, check)
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
         """By what a model that returns its loss may tell which labels count: by what its graph
@@ -166,12 +163,21 @@ class LaterChecks(Staging):
         self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Meaning:
         """Check the model with another mini-batch of a kind of call that has been compiled."""
+        with self._on_inputs(args, kwargs) as (model, (some, named)):
+            return meaning_of(model, some, named, asked, compiled=mode.in_dims)
+
+    @contextmanager
+    def _on_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """A context in which a twin of the model can run on the inputs of a call: the twin, and the
+        inputs as it takes them."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
             with self._where_it_runs(model, Structure.of((some, named))[0]):
-                return meaning_of(model, some, named, asked, compiled=mode.in_dims)
+                yield model, (some, named)
 
     def _notice_numbers_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,24 +193,28 @@ class LaterChecks(Staging):
             is_cut = [dim is not None for dim in mode.in_dims]
             mode.numbers = ModelNumbers(self.model, values, is_cut)
         elif mode.numbers.watch.is_new(mode.numbers.read(values)) or is_due:
-            check = partial(self._tell_of_outputs, mode, args, kwargs)
+            asked = self._asked_again()
+            check = partial(self._outputs_decided_again, mode, args, kwargs, asked)
             self._tell_of_numbers(mode.of_model, check)
 
-    def _notice_numbers(self, mode: Mode, target: Target, chunks: int) -> bool:
+    def _notice_numbers(self, mode: Mode, batch: MiniBatch, key: Any) -> bool:
         """Whether numbers that the loss function reads, by itself or from a target, are others than
-        those it was checked with."""
-        if self.options.loss_fn is None or not self.options.check or chunks == 1:
+        those it was checked with for such a target; or may be, as nothing is known of these."""
+        if self.options.loss_fn is None or not self.options.check or key[0] == 1:
             return False
         if self._of_loss is None:
             self._of_loss = NumbersRead(self.options.loss_fn)
+        target = batch.readings[mode.losses[key].place]
         leaves = zip(target.leaves, target.has_batch, strict=True)
         given = numbers_in([leaf for leaf, is_cut in leaves if not is_cut])
         numbers = [*self._of_loss.values(), *given]
         if mode.numbers is not None:
             numbers += mode.numbers.now
-        if mode.loss_numbers is None:
-            mode.loss_numbers = NumberWatch(numbers)
-        return mode.loss_numbers.is_new(numbers)
+        watch = mode.loss_numbers.get(key)
+        if watch is None:
+            mode.loss_numbers[key] = NumberWatch(numbers)
+            return True
+        return watch.is_new(numbers)
 
     @property
     def _is_said(self) -> bool:
@@ -216,30 +226,44 @@ class LaterChecks(Staging):
         is_checked = bool(self.options.check) and not self._is_said
         return is_checked and batches.are_due()
 
-    def _tell_of_outputs(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _outputs_decided_again(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Finding:
-        """Check the model again, and warn of an output that is no mean any more but a sum, or no
-        sum but a mean."""
-        found = self._check_again(mode, args, kwargs, self._asked_again())
+        """What the check finds out about the model with a later mini-batch. Where an output is no
+        mean any more but a sum, or no sum but a mean, the model is to be compiled anew."""
+        found = self._check_again(mode, args, kwargs, asked)
         for path, dim in found.outputs.items():
             before = mode.outputs_checked.get(path, dim)
-            if dim != before and SUM in (dim, before):
-                warn(messages.put_together_anew(path, before == SUM), BatchWarning)
+            if dim != before and SUM in (dim, before) and path not in found.unclear:
+                mode.is_outdated = True
+                if path not in found.differing:
+                    asked.warn(messages.put_together_from_now_on(path, before == SUM))
         return found
 
-    def _tell_of_loss(self, mode: Mode, readings: Sequence[Target], key: tuple[Any, ...]) -> None:
-        """The same for the loss function, with the target of a mini-batch."""
+    def _tell_of_loss(self, mode: Mode, batch: MiniBatch, key: Any) -> None:
+        """Check the loss function again, which is put together as it is found to be."""
+        check = partial(self._loss_decided_again, mode, batch, key, self._asked_again())
+        self._tell_of_numbers(mode.of_loss, check)
 
-        def check() -> Finding:
-            found = self._loss_dim(mode, readings, key[0], self._asked_again())
-            before = mode.loss_dims[key]
-            if found.is_clear and found.dim != before:
-                warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
-            return found
+    def _loss_decided_again(
+        self, mode: Mode, batch: MiniBatch, key: Any, asked: Asked
+    ) -> FoundLoss:
+        """What the check finds out about the loss function with a later mini-batch. Where that is
+        something else than before, it counts from now on."""
+        found, before = self._loss_dim(mode, batch, key[0], asked), mode.losses[key]
+        if found.is_clear and found.dim != before.dim:
+            mode.losses[key] = found
+            own = {k: watch for k, watch in mode.loss_numbers.items() if k == key}
+            mode.loss_numbers = own  # with other targets it may be something else by now, too
+            for watch in own.values():
+                watch.forget()
+            if not found.is_told:
+                asked.warn(messages.put_together_from_now_on("the loss", before.dim == SUM))
+        return found
 
-        if not mode.of_loss.is_over:
-            self._tell_of_numbers(mode.of_loss, check)
+    def _tell_of_labels(self, batches: Batches, check: Callable[[], Finding]) -> None:
+        """Warn, by a check, if labels that have come change what micro-batches mean."""
+        self._check_once_more(batches, check)
 
     def _tell_of_numbers(self, batches: Batches, check: Callable[[], Finding]) -> None:
         """Warn, by a check, if changed numbers have changed what micro-batches mean."""

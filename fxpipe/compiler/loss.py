@@ -247,6 +247,16 @@ class Target:
         return Target(leaves, Nesting(spec, tuple(counts)), has_batch)
 
 
+@dataclass(frozen=True)
+class MiniBatch:
+    """The mini-batch of a training step."""
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    """The arguments of the model, positional and named ones."""
+    readings: Sequence[Target]
+    """The ways in which the target may be cut into micro-batches, the likeliest first."""
+
+
 def _is_split(leaf: Any, batch: int | None) -> bool:
     if isinstance(leaf, ListOfRows):
         return True

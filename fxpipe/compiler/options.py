@@ -20,6 +20,7 @@ from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import DeviceSpec, spec_of
 from fxpipe.ir.given import CalledByName, check_call
 from fxpipe.ir.text import kind
+from fxpipe.loss_weight import IGNORED, observed, tokens
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import equal_parts, estimated_costs
 from fxpipe.planning.inference import check_training
@@ -183,6 +184,13 @@ class Options:
             )
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache is {self.cache!r}: give the path of a folder")
+        if self.loss_weight in (tokens, observed):
+            name = self.loss_weight.__name__
+            given = f"ignore_index={IGNORED}" if self.loss_weight is tokens else ""
+            raise TypeError(
+                f"loss_weight is fxpipe.loss_weight.{name}, which makes a function that counts: "
+                f"call it, as in loss_weight=fxpipe.loss_weight.{name}({given})"
+            )
         named = isinstance(self.loss_weight, str) and self.loss_weight in (ROWS, SUM)
         if self.loss_weight is not None and not named and not callable(self.loss_weight):
             raise TypeError(

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.no_loss import refuse_no_loss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.shortage import shortage
@@ -130,7 +130,8 @@ class Runner:
         refuse_no_loss(mode, self.options, type(self.compiler.model).__name__)
         rows = None if chunks == 1 else mode.batch_of(values)  # one micro-batch: nothing is cut
         readings = Target.readings(target, rows, mode.rows is not None)
-        self._step, wanted = self.compiler.step(mode, chunks, readings)
+        batch = MiniBatch((args, kwargs), readings)
+        self._step, wanted = self.compiler.step(mode, chunks, batch)
         self._last = self._trained = mode, chunks
         values += wanted.leaves
         return self._step, [

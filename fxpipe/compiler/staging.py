@@ -253,7 +253,7 @@ class Staging(ABC):
             chunks = self.options.even_chunks_for(batch)
             tensors, _ = Structure.of((args, kwargs))
             with self._where_it_runs(twin.model, tensors), self._slot.hearing():
-                check_at_size(twin.model, args, kwargs, meaning, self._asked)
+                check_at_size(twin.model, args, kwargs, meaning, self._asked, chunks)
             mode = self._compiled(twin, args, kwargs, meaning, call, chunks)
             mode.why_one_size = str(why)
             return mode
@@ -375,7 +375,8 @@ class Staging(ABC):
             chunks=chunks,
             notes=meaning.notes,
             expected_loss=self._expected_loss,
-            is_checked=bool(meaning.outputs),
+            is_checked=meaning.is_checked,
+            differing=meaning.differing,
             written=written,
             history=prepared.history,
             compiled=None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -203,10 +203,7 @@ class Explaining:
         if all(each.said is not INFER for each in cut):
             sentences.append("That is so because in_dims says it.")
         elif mode.is_checked:
-            sentences.append(
-                "The check has found it out: the model was run on a few rows at once and in parts, "
-                "and the parts put together are the whole."
-            )
+            sentences += self._compared()
         else:
             sentences.append(
                 "That is the likeliest reading of the shapes, and has not been checked: give "
@@ -217,9 +214,25 @@ class Explaining:
                 f"With check={options.check!r} a difference from the model is "
                 f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
             )
-        known = {} if options.loss_fn is None else mode.loss_dims
-        losses = [_LOSSES[dim] for dim in dict.fromkeys(known.values()) if dim in _LOSSES]
+        # A step of one micro-batch puts nothing together.
+        known = {} if options.loss_fn is None else mode.losses
+        found = [each.dim for (chunks, *_), each in known.items() if chunks > 1 and each.is_decided]
+        losses = [_LOSSES[dim] for dim in dict.fromkeys(found)]
         return [*sentences, *losses, *(_sentence(note) for note in mode.notes)]
+
+    def _compared(self) -> Iterator[str]:
+        """What the check has found when it compared the model with itself."""
+        mode = self.mode
+        differing = " and ".join(sorted(mode.differing))
+        ran = "the model was run on a few rows at once and in parts"
+        if mode.outputs_checked.keys() <= mode.differing:
+            yield (
+                f"That is the likeliest reading of the shapes: {ran}, and what the parts give is "
+                f"not the whole's {differing}, as said below."
+            )
+            return
+        but = f", but for {differing}, as said below" if differing else ""
+        yield f"The check has found it out: {ran}, and the parts put together are the whole{but}."
 
     def _trace(self) -> list[str]:
         """What has traced the model, and what came before it in vain."""

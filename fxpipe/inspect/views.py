@@ -17,7 +17,7 @@ from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.lowering import RankUnrolled
 from fxpipe.compiler.ranks.runner import RankRunner
@@ -233,7 +233,8 @@ class Views:
         if not self._options.training:
             raise ValueError(NO_STEP)
         mode, chunks = self._runner.described()
-        step, _ = self._runner.compiler.step(mode, chunks, [Target.of(None, None)])
+        batch = MiniBatch(mode.example.repeated(), [Target.of(None, None)])
+        step, _ = self._runner.compiler.step(mode, chunks, batch)
         return step.graph_module
 
     def html(self) -> str | None:

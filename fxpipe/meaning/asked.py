@@ -38,6 +38,11 @@ class Meaning:
     in_dims: Sequence[InDim]
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path; empty where the model could not be run."""
+    is_checked: bool = False
+    """Whether the model has been run on samples and on their parts."""
+    differing: frozenset[str] = frozenset()
+    """The paths of the outputs that the parts of a sample do not give, such as a loss that compares
+    rows with each other."""
     unclear: dict[str, bool] = field(default_factory=dict)
     """The outputs, by their paths, that are zero for every sample, so that they may be means or
     sums: whether each has a gradient."""

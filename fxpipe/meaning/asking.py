@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.heap import give_back
-from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
@@ -24,7 +23,7 @@ from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import TRIALS, Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
-from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.left_out import LabelsLeftOut
 from fxpipe.meaning.listed import Listed, is_a_row
@@ -237,8 +236,15 @@ class Asking:
                 raise BatchError(text)
             self.asked.warn(text)
             notes.append(problem.text)
-        unclear, refused = self._unclear(verdict), verdict.refused_sizes
-        return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
+        return Meaning(
+            dims,
+            verdict.outputs,
+            is_checked=verdict.trial is not None,
+            differing=frozenset(each.path for each in verdict.problems),
+            unclear=self._unclear(verdict),
+            notes=notes,
+            refused_sizes=verdict.refused_sizes,
+        )
 
     def _unclear(self, verdict: Verdict) -> dict[str, bool]:
         """The outputs that may be means or sums for all that the check sees, and whether each has
@@ -354,8 +360,7 @@ class Asking:
             for problem in verdict.problems:
                 by = self._remedy(dims, verdict, problem)
                 has_sum = not by and self._has_sum(dims, verdict, problem)
-                text = messages.across(problem, self.inputs, by, has_sum=has_sum)
-                warn(text, BatchWarning)
+                self.asked.warn(messages.across(problem, self.inputs, by, has_sum=has_sum))
 
     def _has_sum(self, dims: InDims, verdict: Verdict, problem: Problem) -> bool:
         """Whether a number is a mean over the rows plus a sum over them."""

@@ -7,7 +7,7 @@ the call is refused."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fxpipe.ir.log import warn
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
 from fxpipe.meaning.asking import Asking, Trace
 from fxpipe.meaning.candidates import agree, candidates, rows_in
-from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.listed import Listed, any_row
 from fxpipe.meaning.said import Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim
@@ -150,31 +149,35 @@ def check_at_size(
     kwargs: dict[str, Any],
     meaning: Meaning,
     asked: Asked,
+    chunks: int,
 ) -> None:
-    """Check a meaning with as many rows as the example has, cut into the micro-batches that it
-    will be cut into: for a model whose branches depend on the number of rows.
+    """Check a meaning with as many rows as the example has, cut into ``chunks`` micro-batches of
+    one size, as a call will be: for a model whose branches depend on the number of rows. Outputs
+    that differ for fewer rows, too, do not go by that number.
 
     Raises:
         BatchError: if the parts do not make the whole, or a warning, as :func:`meaning_of`.
     """
     dims = [dim if isinstance(dim, int) else None for dim in meaning.in_dims]
     inputs = named_inputs(model, args, kwargs, asked.in_dims)
-    sizes = asked.sizes(rows_in(inputs, dims) or 0)
+    sizes = ((rows_in(inputs, dims) or 0) // chunks,) * chunks
     if len(sizes) < 2 or not asked.check or any(each.tensor.is_meta for each in inputs):
         return
     asking = Asking(model, args, kwargs, inputs, asked)
     verdict = asking.verdict_of(dims, True, (sizes,))
     if verdict.trial is None:
         return
-    if not verdict.problems:
+    problems = [each for each in verdict.problems if each.path not in meaning.differing]
+    verdict = replace(verdict, problems=problems)
+    if not problems:
         if problem := asking.in_the_backward(dims, verdict):
             refuse(asked, messages.in_the_backward(problem))
         return
-    text = asking.by_values(dims, verdict) or messages.by_size(verdict.problems[0], sizes)
+    text = asking.by_values(dims, verdict) or messages.by_size(problems[0], sizes)
     if verdict.is_wrong:
         refuse(asked, text)
     else:
-        warn(text, BatchWarning)
+        asked.warn(text)
 
 
 def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) -> Meaning | None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.ir.tensors import memory_bytes
 from fxpipe.meaning import messages
@@ -26,7 +25,6 @@ from fxpipe.meaning.combined import (
     is_of_means,
     may_be_weighted,
 )
-from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -84,7 +82,14 @@ def loss_dim(
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
     dim = found[place].dim()
     taken = found[place]
-    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear, taken.is_told)
+    return FoundLoss(
+        place,
+        dim,
+        tuple(taken.may_leave_out()),
+        taken.is_clear,
+        taken.is_told,
+        taken.is_decided,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ class FoundLoss:
             the labels of this mini-batch.
         is_clear: whether the check has told a mean from a sum.
         is_told: whether the user has been warned that the loss is no mean over the rows.
+        is_decided: whether a step can be made by it. If not, the loss raises an error on a
+            micro-batch, or there are no values yet: it is to be checked with the next mini-batch.
     """
 
     place: int
@@ -106,6 +113,7 @@ class FoundLoss:
     left_out: tuple[LabelCondition, ...] = ()
     is_clear: bool = False
     is_told: bool = False
+    is_decided: bool = True
 
 
 class _LossOfTarget:
@@ -128,6 +136,8 @@ class _LossOfTarget:
         """Whether the check has told a mean from a sum."""
         self.is_told = False
         """Whether the user has been warned that the loss is no mean over the rows."""
+        self.is_decided = True
+        """Whether a step can be made by what has been found out."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
         listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
         if listed is not None:
@@ -146,6 +156,8 @@ class _LossOfTarget:
         self.output_of = KeptOutputs(self._output_of, self.own, {} if listed else out_dims)
         self.is_wide = True
         """Whether the loss is computed in single precision at least, which some do not take."""
+        self.with_gradients = False
+        """Whether the loss is computed with gradients, which some ask for."""
         self.tensors: list[Any] = [*self.asking.tensors, *cut, self.factors]
         self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places), 0]
         some = Structure.of(inputs)[0]
@@ -212,11 +224,15 @@ class _LossOfTarget:
     ) -> Any:
         # The loss may draw random numbers, and a module may count its calls, say.
         own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
-        quietly = untouched(self.model), own, stirred(self._values), torch.no_grad()
+        recording = torch.set_grad_enabled(self.with_gradients)
+        quietly = untouched(self.model), own, stirred(self._values), recording
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
-            return self.loss(output, target)
+            if not self.with_gradients:
+                return self.loss(output, target)
+            found = self.loss(map_tensors(_with_gradient, output), target)
+            return map_tensors(Tensor.detach, found)
 
     def _precision(self) -> AbstractContextManager[None]:
         """A context in which the loss is computed, and in which its values are compared."""
@@ -246,7 +262,7 @@ class _LossOfTarget:
         if not self.out_dims or any(map(is_column, self.tensors)):
             return []
         cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
-        rows, known = min(cut), min(2, *cut)  # a target may be of a smaller mini-batch
+        rows, known = min(cut), min(2, *cut)
         if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
             return []
         try:
@@ -285,6 +301,9 @@ class _LossOfTarget:
             verdict = check(question, is_likely=True)
         if was_wide and not self.is_wide:
             return self._checked(run)
+        if verdict.trial is None and not self.with_gradients:
+            self.with_gradients = True
+            return self._checked(run)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
             self.output_of.forget()
@@ -315,20 +334,34 @@ class _LossOfTarget:
             if wrong:
                 refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
         elif verdict.trial is None or LOSS in verdict.unclear:
-            sizes = asked.sizes(rows_in(self.named, self.own) or 0)
-            first = part(self.tensors, self.dims, 0, sizes[0])
-            if verdict.trial is None and not is_taken(self.run, first):
-                return None  # it raises an error on a micro-batch: the step will raise the same
-            refuse(asked, messages.unknown_loss(verdict))
+            if verdict.trial is None and not self._is_taken_in_a_step():
+                self.is_decided = False  # the step will raise the same error
+                return None
+            # It has to be put together in some way, which is said whatever the user accepts.
+            refuse(replace(asked, check=asked.check or "warn"), messages.unknown_loss(verdict))
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
-            return None  # it is no tensor: the step will raise an error
+            self.is_decided = False  # it is no tensor: the step will raise an error
+            return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
             if text := self._about(verdict):
-                warn(text.replace(LOSS, "the loss", 1), BatchWarning)
+                asked.warn(text.replace(LOSS, "the loss", 1))
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _is_taken_in_a_step(self) -> bool:
+        """Whether the loss function takes the first micro-batch as a step gives it to it: with
+        gradients, which it may ask for. What it raises in the check only, the check is to blame
+        for."""
+        sizes = self.asked.sizes(rows_in(self.named, self.own) or 0)
+
+        def run(tensors: list[Tensor]) -> Any:
+            output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
+            with self.ambient.applied(), untouched(self.model):
+                return self.loss(output, self.filled(tensors))
+
+        return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))
 
     def _of_least_weight(self, weigh: Weigh) -> list[Trial]:
         """A sample of the mini-batch's own rows, whose first part has those of the least weight, so
@@ -407,6 +440,12 @@ class Targets:
         """The tensors that are cut into micro-batches."""
         cut = zip(self.leaves, self.has_batch, strict=True)
         return [leaf for leaf, is_cut in cut if is_cut and isinstance(leaf, Tensor)]
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """A tensor that has a gradient, if it may have one, and may be written to."""
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_().clone() if is_real else tensor
 
 
 def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str | int]:

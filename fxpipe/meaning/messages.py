@@ -274,12 +274,14 @@ def another_each_time() -> str:
     )
 
 
-def put_together_anew(path: str, was_sum: bool) -> str:
+def put_together_from_now_on(path: str, was_sum: bool) -> str:
     """The warning for a mean over the rows that has become a sum, or the other way round."""
     before, now = ("sum", "mean") if was_sum else ("mean", "sum")
+    word = "rows" if was_sum else "sum"
     return (
-        f"{path} is a {now} over the rows by now, as numbers have changed that are read for it, "
-        f"and is still put together as the {before} that it was: call pipe.recompile()"
+        f"{path} is a {now} over the rows by now, as a check with this mini-batch says, and was "
+        f"put together as a {before} over them before: from this call on it is put together as a "
+        f"{now}. If it is the loss, and one in every step, give loss_weight={word!r}, which says so"
     )
 
 

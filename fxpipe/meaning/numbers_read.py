@@ -106,6 +106,10 @@ class NumberWatch:
         self._seen.add(sizes)
         return is_new
 
+    def forget(self) -> None:
+        """Take the numbers as they are for the only ones that have been checked."""
+        self._checked, self._seen = self._values, {sizes_of(self._values)}
+
 
 def _has_moved(now: float | None, before: float | None) -> bool:
     """Whether a number is no longer zero, or another one by a factor of two."""

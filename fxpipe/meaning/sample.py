@@ -61,11 +61,9 @@ class Sample:
 
 
 def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:
-    """The number of rows that all of these tensors have; None if none has a batch dimension. A
-    target may be of a smaller mini-batch than the inputs beside it, which are those of the first
-    call."""
+    """The number of rows that all of these tensors have; None if none has a batch dimension."""
     sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if isinstance(dim, int))
-    return min(sizes, default=None)
+    return next(sizes, None)
 
 
 def with_rows(
@@ -126,7 +124,7 @@ def sampled(
             continue
         value = tensor.detach()
         if dim is not None:
-            chosen = value.index_select(dim, (order % value.shape[dim]).to(value.device))
+            chosen = value.index_select(dim, order.to(value.device))
             if level != GIVEN:
                 chosen = _perturbed(chosen, value, dim, level, draw)
                 chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
@@ -216,11 +214,8 @@ def count_of_rows(is_met: Tensor, dim: int) -> Tensor:
 
 
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
-    """The rows of a column in this order, each perturbed by itself, as they may differ in shape.
-
-    A column of a target may have fewer rows than the example of the inputs: it is of another
-    mini-batch."""
-    rows = Column([column.tensors[i % len(column.tensors)] for i in order]).detach()
+    """The rows of a column in this order, each perturbed by itself, as they may differ in shape."""
+    rows = Column([column.tensors[i] for i in order]).detach()
     if level == GIVEN:
         return rows
     return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))
@@ -234,19 +229,15 @@ def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> 
 
 def picked(tensors: Sequence[Any], dims: Sequence[int | None], rows: Sequence[int]) -> list[Any]:
     """The rows of each tensor with these numbers, of which some may be one row, in their order; a
-    tensor without a batch dimension as a whole. All are copies, as those of :func:`part`. Where a
-    tensor has fewer rows than others, as a target of a smaller mini-batch than the example of the
-    inputs, they are counted from its first row again."""
+    tensor without a batch dimension as a whole. All are copies, as those of :func:`part`."""
     found: list[Any] = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
-            own = tensor.tensors
-            found.append(Column([own[row % len(own)] for row in rows]).clone())
+            found.append(Column([tensor.tensors[row] for row in rows]).clone())
         elif dim is None:
             found.append(tensor.clone())
         else:
-            index = torch.tensor(rows, device=tensor.device) % tensor.shape[dim]
-            found.append(tensor.index_select(dim, index))
+            found.append(tensor.index_select(dim, torch.tensor(rows, device=tensor.device)))
     return found
 
 
@@ -277,7 +268,7 @@ def _perturbed(
         if not finite.numel():
             return rows
         low, high = finite.min(), finite.max()
-        if low == high == 1 and not _has_one_a_row(example, dim):
+        if low == high == 1 and example.numel() > 1 and not _has_one_a_row(example, dim):
             # It may be a mask in which all count.
             return rows * torch.randint(2, rows.shape, generator=draw).to(rows)
         if low == high or not bool((finite == finite.round()).all()):

@@ -69,7 +69,8 @@ def weighed(
             first, second = ("sum", "mean") if is_sum else ("mean", "sum")
             return verdict, (
                 f"{path} is a {first} over the rows, and loss_weight={loss_weight!r} says that it "
-                f"is a {second}"
+                f"is a {second}: give loss_weight={SUM if is_sum else ROWS!r}, or let the loss be "
+                f"a {second}"
             )
         is_wrong = len(others) < len(verdict.problems)
         texts = (_apart_as_said(trial, path, loss_weight) for trial in verdict.trials)

@@ -17,11 +17,29 @@ LONGEST = 200
 """The most characters of a node's code in a note: it may have a value for each row."""
 
 
+_OUTSIDE_OF_STAGES = {
+    "scatter": "the mini-batch was cut into micro-batches",
+    "write_back": "what micro-batches have written to an input was written back to it",
+    "seeds": "seeds were drawn for the micro-batches",
+    "gather": "the outputs of micro-batches were put together",
+    "weights": "it was computed by how much the loss of each micro-batch counts, from its rows",
+    "loss_weights": "loss_weight was asked by how much the loss of each micro-batch counts",
+    "average": "the losses of micro-batches were put together",
+    "total": "the losses of replicas were added up",
+}
+"""What operators of a pipeline graph do for all stages, by their names."""
+
+
 def where(node: fx.Node, error: BaseException) -> str:
     """The note for an exception that a node of a pipeline graph has raised: the node's stage, its
     micro-batch and what the stage contains, the node within the stage's graph, and its line of the
-    model."""
+    model. For a node outside of all stages it says what was done; of one that a pass of the user's
+    has added, its code."""
     if STAGE not in node.meta:
+        module = getattr(node.target, "__module__", "")
+        name = getattr(node.target, "__name__", "") if module == "fxpipe.ops" else ""
+        if name in _OUTSIDE_OF_STAGES:
+            return f"in fxpipe: while {_OUTSIDE_OF_STAGES[name]} (node {node.name!r})"
         return f"in fxpipe: {shortened(format_node(node), LONGEST)}"
     stage = _stage_module(node)
     contains = "" if stage is None else stage.meta.get(CONTAINS, "")

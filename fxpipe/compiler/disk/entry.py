@@ -182,6 +182,8 @@ class CacheEntry:
             Meaning(
                 in_dims=unpacked(meaning["in_dims"]),
                 outputs=unpacked(meaning["outputs"]),
+                is_checked=bool(meaning["is_checked"]),
+                differing=frozenset(map(str, meaning["differing"])),
                 unclear=unpacked(meaning["unclear"]),
                 notes=unpacked(meaning["notes"]),
                 one_row_only=bool(meaning["one_row_only"]),
@@ -257,6 +259,8 @@ def packed_entry(
         "meaning": {
             "in_dims": packed(list(meaning.in_dims)),
             "outputs": packed(meaning.outputs),
+            "is_checked": meaning.is_checked,
+            "differing": sorted(meaning.differing),
             "unclear": packed(meaning.unclear),
             "notes": packed(meaning.notes),
             "one_row_only": meaning.one_row_only,

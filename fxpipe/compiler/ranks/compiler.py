@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.layout import CutAlike, Layout
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import MiniBatch
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.lowering import Agreed, RankLowering
 from fxpipe.compiler.ranks.tensors import owners, parameters_in_parts, tensors_of_module
@@ -156,14 +156,12 @@ class RankCompiler(Compiler):
         """A context in which no parameter is in shards, so that the model can be run and traced."""
         return nullcontext() if self.shards is None else self.shards.gathered()
 
-    def _loss_dim(
-        self, mode: Mode, readings: Sequence[Target], chunks: int, asked: Asked
-    ) -> FoundLoss:
-        readings = self.absent.filled_targets(readings, self.ranks.this_replica)
+    def _loss_dim(self, mode: Mode, batch: MiniBatch, chunks: int, asked: Asked) -> FoundLoss:
+        batch = self.absent.filled_batch(batch, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
             with self._whole():
-                return super()._loss_dim(mode, readings, chunks, asked)
+                return super()._loss_dim(mode, batch, chunks, asked)
         is_said = options.loss_weight is not None
         if not is_said and (options.loss_fn is not None or options.out_dims is None):
             raise BatchError(

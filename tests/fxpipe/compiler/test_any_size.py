@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import BatchError
+from fxpipe import BatchError, BatchWarning
 from tests.zoo import gradients, same
 
 TWO = ["cpu", "cpu"]
@@ -214,14 +214,23 @@ class Sevens(nn.Module):
         return y * 2 if x.shape[0] == 7 else y
 
 
-@pytest.mark.parametrize("rows", [14, 7])
-def test_a_branch_that_only_micro_batches_take_or_only_the_mini_batch_is_refused(rows):
+def test_a_branch_that_only_micro_batches_take_is_refused():
     model = Sevens()
     with compiled(model) as pipe:
         x = torch.randn(8, 6)
         torch.testing.assert_close(pipe(x), model(x))
         with pytest.raises(BatchError):
-            pipe(torch.randn(rows, 6))
+            pipe(torch.randn(14, 6))
+
+
+def test_a_mini_batch_that_alone_takes_a_branch_is_one_micro_batch_where_it_is_not_cut_evenly():
+    model = Sevens()
+    with compiled(model) as pipe:
+        x = torch.randn(8, 6)
+        torch.testing.assert_close(pipe(x), model(x))
+        x = torch.randn(7, 6)
+        with pytest.warns(BatchWarning, match="a mini-batch of 7 rows is one micro-batch"):
+            torch.testing.assert_close(pipe(x), model(x))
 
 
 def test_a_size_that_the_model_fixes_is_compiled_for_each_value_and_the_line_is_named():

@@ -278,7 +278,6 @@ def _lengths(target):
 @pytest.mark.parametrize("loss_weight", [None, _lengths])
 @pytest.mark.parametrize("sizes", [(16, 10), (16, 3), (3, 16), (16, 1, 20, 2)])
 def test_a_later_mini_batch_may_have_fewer_rows_than_the_one_compiled_for(sizes, loss_weight):
-    """Its target is checked beside inputs of the first call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     options = {"loss_fn": _masked, "loss_weight": loss_weight}

@@ -353,21 +353,85 @@ def test_a_buffer_of_a_model_by_which_outputs_mix_rows_is_noticed():
         assert "depends on which other rows there are" in text
 
 
-def test_a_mean_that_becomes_a_sum_is_said():
+@pytest.mark.parametrize("counts", [(8, 8, 8, 8, 8), (8, 3, 8, 3, 8), (8, 3, 8, 8, 3)])
+def test_a_mean_that_becomes_a_sum_and_a_mean_again_is_said_and_put_together_as_what_it_is(counts):
     share = 0.0
 
     def loss_fn(output, x):
         rows = (output["reconstruction"] - x).square().sum(1)
         return (1 - share) * rows.mean() + share * rows.sum()
 
+    said = []
     with pipeline(loss_fn) as pipe:
-        assert told(lambda: pipe.step(X, target=X)) == []
-        share = 1.0
-        (text,) = told(lambda: pipe.step(X, target=X))
-        assert "the loss is a sum over the rows by now" in text
-        assert "pipe.recompile()" in text
-        pipe.recompile()
-        assert told(lambda: pipe.step(X, target=X)) == []
+        for share, rows in zip((0.0, 1.0, 1.0, 0.0, 0.0), counts, strict=True):  # noqa: B007
+            x, found = X[:rows], []
+            said += told(lambda x=x, found=found: found.append(pipe.step(x, target=x)))
+            torch.testing.assert_close(found[0], loss_fn(pipe.module(x), x).detach())
+    for text, now, word in zip(said, ("sum", "mean"), ("sum", "rows"), strict=True):
+        assert f"the loss is a {now} over the rows by now" in text
+        assert f"from this call on it is put together as a {now}" in text
+        assert f"loss_weight={word!r}" in text
+
+
+def test_a_number_is_noticed_again_where_it_was_another_one_with_targets_of_another_kind():
+    share = 0.0
+
+    def loss_fn(output, x):
+        x = x["x"] if isinstance(x, dict) else x
+        rows = (output["reconstruction"] - x).square().sum(1)
+        return (1 - share) * rows.mean() + share * rows.sum()
+
+    with pipeline(loss_fn) as pipe:
+        steps = [(0.0, X), (1.0, {"x": X}), (0.0, {"x": X}), (1.0, X), (0.0, X), (1.0, X)]
+        for share, target in steps:  # noqa: B007
+            found = []
+            told(lambda target=target, found=found: found.append(pipe.step(X, target=target)))
+            torch.testing.assert_close(found[0], loss_fn(pipe.module(X), target).detach())
+
+
+class MeanOrSum(Autoencoder):
+    """A model that returns its loss, by a number that it has or is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("share", torch.tensor(0.0))
+
+    def forward(self, x, share=None):
+        share = self.share if share is None else share
+        rows = (super().forward(x)["reconstruction"] - x).square().sum(1)
+        return (1 - share) * rows.mean() + share * rows.sum()
+
+
+def test_so_it_is_with_a_model_that_returns_its_loss(tmp_path):
+    said = []
+    with pipeline(model=MeanOrSum(), cache=tmp_path) as pipe:
+        for share in (0.0, 1.0, 1.0, 0.0, 1.0):
+            pipe.module.share.fill_(share)
+            expected = pipe.module(X).detach()
+            for call in (pipe, pipe.step):
+                found = []
+                said += told(lambda call=call, found=found: found.append(call(X)))
+                torch.testing.assert_close(found[0].detach(), expected)
+    for text, now in zip(said, ("sum", "mean"), strict=True):
+        assert f"output is a {now} over the rows by now" in text
+        assert f"from this call on it is put together as a {now}" in text
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_number_that_is_given_and_makes_a_mean_a_sum_is_told_of(has_cache, tmp_path):
+    """The check takes other numbers near it, of which it is neither."""
+    options = {"cache": tmp_path} if has_cache else {}
+    for shares in ((1e-9, 1.0), (1.0,)):  # the second pipeline begins where the first one ends
+        with pipeline(model=MeanOrSum(), **options) as pipe:
+            for share in shares:
+                said = told(lambda pipe=pipe, share=share: pipe.step(X, torch.tensor(share)))
+                assert any("neither a mean over the rows" in each for each in said) == (share == 1)
+
+
+def test_a_tensor_without_dimensions_is_no_mask_if_it_is_one():
+    target = {"x": X, "beta": torch.tensor(1.0)}
+    with pipeline(lambda output, y: F.mse_loss(output["mu"], y["x"][:, :3] * y["beta"])) as pipe:
+        assert told(lambda: pipe.step(X, target=target)) == []
 
 
 def test_nothing_is_told_of_a_number_that_leaves_the_loss_a_mean():

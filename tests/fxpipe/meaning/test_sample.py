@@ -12,9 +12,7 @@ from fxpipe.meaning.sample import (
     OF_LABELS,
     WHOLE,
     count_of_rows,
-    picked,
     sampled,
-    spread,
 )
 
 
@@ -74,12 +72,6 @@ def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
     labels[3] = 1
     (found,) = sampled([labels], [0], (1, 3), MIXED, OF_LABELS)
     assert found[0] != found[-1]
-
-
-def test_a_target_of_fewer_rows_than_the_example_of_the_inputs_is_counted_from_its_start_again():
-    inputs, target = torch.arange(8), torch.arange(6)
-    assert [each.tolist() for each in picked([inputs, target], [0, 0], [7, 1])] == [[7, 1], [1, 1]]
-    assert [len(each) for each in spread([inputs, target], [0, 0], 8)] == [8, 8]
 
 
 def test_each_of_two_counts_has_rows_that_differ_by_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -449,6 +450,28 @@ def without_inputs(group: Where, make: Make, call: Call, is_meta: bool, **option
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
     return losses, grads, output, said
+
+
+def labelled_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the labels that count."""
+    return nn.functional.cross_entropy(output, target)
+
+
+def told_of_labels(group: Where, make: Make, x: Tensor, **options: Any) -> list[list[str]]:
+    """What steps warn of. Only the last rank has the labels, of which the second step leaves out
+    those of the first micro-batch."""
+    is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    labels = torch.arange(len(x)) % x.shape[1]
+    padded = labels.clone()
+    padded[: len(x) // 4] = -100
+    said = []
+    with compiled(group, make, labelled_loss, **options) as pipe:
+        for target in (labels, padded, labels):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                pipe.step(x, target=target if is_last else None)
+            said.append([str(each.message) for each in caught])
+    return said
 
 
 @contextmanager

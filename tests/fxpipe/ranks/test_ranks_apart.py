@@ -150,3 +150,12 @@ def test_inputs_are_given_to_the_ranks_that_need_their_values_only(pool, is_meta
     needed = "The inputs are needed by these ranks: x: rank 0; target_0: rank 3"
     assert all(needed in said for *_, said in found)
     assert found[3][3].startswith("ValueError: rank 3 has been given no values for 'target_0'")
+
+
+def test_labels_that_are_left_out_are_told_of_by_the_rank_that_has_them(pool):
+    """The others have none: a check, for which all ranks have to meet, would never end."""
+    options = {"chunks": 2, "schedule": "1f1b", "partition": ["b", "c", "d"]}
+    *others, (first, second, third) = pool.run(jobs.told_of_labels, four, X, **options)
+    assert not any(map(any, others)) and not first and not third
+    (text,) = second
+    assert text.startswith("micro-batches have unequal shares of labels that the loss leaves out")

@@ -253,7 +253,18 @@ def test_weights_that_are_not_the_models_are_warned_of():
     ("reduction", "weight", "says"),
     [
         ("sum", loss_weight.tokens(), "is a sum over the rows, and loss_weight weighs means"),
-        ("sum", "rows", "is a sum over the rows, and loss_weight='rows' says that it is a mean"),
+        (
+            "sum",
+            "rows",
+            "is a sum over the rows, and loss_weight='rows' says that it is a mean: give "
+            "loss_weight='sum', or let the loss be a mean",
+        ),
+        (
+            "mean",
+            "sum",
+            "is a mean over the rows, and loss_weight='sum' says that it is a sum: give "
+            "loss_weight='rows', or let the loss be a sum",
+        ),
     ],
 )
 def test_a_contradiction_is_refused(reduction, weight, says):
@@ -277,6 +288,47 @@ def test_a_loss_weight_is_a_function_or_a_word(weight):
         fxpipe.compile(Tokens(), TWO, loss_weight=weight)
 
 
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        (
+            loss_weight.tokens,
+            r"call it, as in loss_weight=fxpipe\.loss_weight\.tokens\(ignore_index=-100",
+        ),
+        (loss_weight.observed, r"call it, as in loss_weight=fxpipe\.loss_weight\.observed\(\)"),
+    ],
+)
+@pytest.mark.parametrize("loss_fn", [None, F.cross_entropy])
+def test_what_makes_a_function_that_counts_is_to_be_called(weight, says, loss_fn):
+    with pytest.raises(TypeError, match=says):
+        fxpipe.compile(Tokens(), TWO, loss_weight=weight, loss_fn=loss_fn)
+
+
+def test_an_error_of_a_loss_weight_says_in_words_what_was_computed():
+    ids, labels = labelled()
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4, loss_weight=loss_weight.tokens()) as pipe,
+        pytest.raises(ValueError, match="loss_weight gives 0 for every micro-batch") as raised,
+    ):
+        pipe.step(ids, torch.full_like(labels, IGNORED))
+    assert raised.value.__notes__ == [
+        "in fxpipe: while loss_weight was asked by how much the loss of each micro-batch counts "
+        "(node 'weights')"
+    ]
+
+
+def test_explain_says_of_a_last_batch_of_one_row_what_it_says_of_others():
+    ids, labels = labelled()
+    loss_fn = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    options = {"loss_fn": loss_fn, "loss_weight": loss_weight.tokens()}
+    with fxpipe.compile(Tokens(), TWO, chunks=4, **options) as pipe:
+        for rows in (len(ids), 1):
+            pipe.step(ids[:rows], target=labels[:rows])
+            found = " ".join(str(pipe.explain()).split())
+            assert "averaged with the weights that loss_weight gives" in found
+            assert "taken for a mean" not in found
+
+
 def of_four_rows(output, target):
     if len(output) != 4:
         raise ValueError("four rows, please")
@@ -294,11 +346,12 @@ def test_a_loss_that_cannot_be_asked_is_refused_with_what_settles_it():
         pytest.raises(fxpipe.BatchError, match=r'rows, please\. Give loss_weight="rows"'),
     ):
         pipe.step(x, target=y)
-    with (
-        fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, check="warn") as pipe,
-        pytest.warns(fxpipe.BatchWarning, match="four rows, please"),
-    ):
-        pipe.step(x, target=y)
+    for check in ("warn", False):
+        with (
+            fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, check=check) as pipe,
+            pytest.warns(fxpipe.BatchWarning, match="four rows, please"),
+        ):
+            pipe.step(x, target=y)
     whole = (model(x) - y).square().sum().detach()
     for weight, part in (("sum", 1.0), ("rows", 0.5)):
         with fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, loss_weight=weight) as pipe:
