@@ -150,16 +150,17 @@ def check_at_size(
     kwargs: dict[str, Any],
     meaning: Meaning,
     asked: Asked,
+    chunks: int,
 ) -> None:
-    """Check a meaning with as many rows as the example has, cut into the micro-batches that it
-    will be cut into: for a model whose branches depend on the number of rows.
+    """Check a meaning with as many rows as the example has, cut into so many micro-batches of one
+    size: for a model whose branches depend on the number of rows.
 
     Raises:
         BatchError: if the parts do not make the whole, or a warning, as :func:`meaning_of`.
     """
     dims = [dim if isinstance(dim, int) else None for dim in meaning.in_dims]
     inputs = named_inputs(model, args, kwargs, asked.in_dims)
-    sizes = asked.sizes(rows_in(inputs, dims) or 0)
+    sizes = ((rows_in(inputs, dims) or 0) // chunks,) * chunks
     if len(sizes) < 2 or not asked.check or any(each.tensor.is_meta for each in inputs):
         return
     asking = Asking(model, args, kwargs, inputs, asked)

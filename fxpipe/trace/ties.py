@@ -21,7 +21,7 @@ from torch import Tensor, nn
 _TABLES = "_parameters", "_buffers"
 
 
-class Place(NamedTuple):
+class TensorName(NamedTuple):
     """A name of a parameter or buffer: its module, the module's table of these, and its name."""
 
     module: nn.Module
@@ -56,12 +56,12 @@ class Ties:
             one.tensor is other.tensor for one, other in self._tied
         )
 
-    def held(self, tensors: Iterable[Tensor]) -> list[tuple[Place, Tensor]]:
+    def held(self, tensors: Iterable[Tensor]) -> list[tuple[TensorName, Tensor]]:
         """Those of the tensors that were parameters or buffers of the model at first, each with its
         place."""
         return [(self._groups[id(t)][0], t) for t in tensors if id(t) in self._groups]
 
-    def changed(self) -> tuple[Place, Place, bool] | None:
+    def changed(self) -> tuple[TensorName, TensorName, bool] | None:
         """The first two names of which a tie has been made or undone, and whether they are names of
         one tensor now; None if there are none."""
         for one, other in self._tied:
@@ -75,17 +75,17 @@ class Ties:
                     return one, other, True
         return None
 
-    def _places(self) -> Iterator[Place]:
-        return (Place(module, table, name) for module, table in self._tables for name in table)
+    def _places(self) -> Iterator[TensorName]:
+        return (TensorName(module, table, name) for module, table in self._tables for name in table)
 
     def _distinct(self) -> int:
         """The number of tensors that have names. (None, in the place of one, counts as another.)"""
         return len(set(map(id, chain.from_iterable(values() for values in self._values))))
 
 
-def _by_tensor(places: Iterable[Place]) -> dict[int, list[Place]]:
+def _by_tensor(places: Iterable[TensorName]) -> dict[int, list[TensorName]]:
     """The places of each tensor, by its id."""
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[TensorName]] = {}
     for place in places:
         if place.tensor is not None:
             found.setdefault(id(place.tensor), []).append(place)
