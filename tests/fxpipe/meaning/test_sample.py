@@ -106,5 +106,5 @@ def test_a_row_of_which_all_is_missing_is_not_taken_for_that():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_single_number_that_is_one_is_taken_for_no_mask(one, seed):
     """A temperature, a weight of a term or a count that is 0 would be another model's."""
-    x, found = sampled([missing_in(9), one], [0, None], (1, 3), WHOLE, seed)
+    _, found = sampled([missing_in(9), one], [0, None], (1, 3), WHOLE, seed)
     assert found.shape == one.shape and float(found) > 0
