@@ -31,6 +31,7 @@ from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import Unsupported
+from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
@@ -117,6 +118,7 @@ class Compiler(LaterChecks):
                     mode.steps[key] = step, found.place
                     mode.loss_dims[key] = mode.of_loss.note(found).dim
                     self._watch(mode, found)
+                self._tell_of_hooks()
                 mode.refresh()
             step, place = mode.steps[key]
             self._notice_labels(mode, readings, place, is_checked)
@@ -125,6 +127,15 @@ class Compiler(LaterChecks):
             if (is_due or is_new) and not is_checked:
                 self._tell_of_loss(mode, readings, key)
             return step, readings[place]
+
+    def _tell_of_hooks(self) -> None:
+        """Warn of hooks on the model itself: those of its calls, which a step does not make."""
+        if has_hooks(self.model):
+            warn(
+                f"hooks on {type(self.model).__name__} itself are not called in pipe.step, which "
+                "has no output of the whole mini-batch: what they change is lacking there. Put "
+                "them on a part of the model, or train by pipe(x) and loss.backward()"
+            )
 
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:

@@ -71,6 +71,7 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
+from fxpipe.trace.leaked import refuse_leaked
 from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.spread import as_on_one_device
 from fxpipe.trace.twin import Twin
@@ -349,6 +350,7 @@ class Staging(ABC):
             prepared = self._traced(
                 twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
+        refuse_leaked(self.model, prepared.reads, prepared.traced.graph_module)
         reads = twin.reads(prepared.reads)
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         self._expected_loss = self._loss_of(prepared.traced, batch, chunks)

@@ -314,7 +314,7 @@ class _Owner:
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that the attributes had, or that were in these."""
-        return (tensor for state in self.states.values() for tensor in _tensors_in(state))
+        return (tensor for state in self.states.values() for tensor in tensors_in(state))
 
     def changed(self) -> Iterator[str]:
         """The names of the attributes whose state has changed since the graph was made."""
@@ -407,14 +407,14 @@ def _state(value: Any, depth: int = _DEPTH) -> Any:
     return _Is(value)
 
 
-def _tensors_in(state: Any) -> Iterator[Tensor]:
+def tensors_in(state: Any) -> Iterator[Tensor]:
     """The tensors in a snapshot of a value."""
     if isinstance(state, _Is):
         if isinstance(state.value, Tensor):
             yield state.value
     elif isinstance(state, list | tuple | frozenset):
         for part in state:
-            yield from _tensors_in(part)
+            yield from tensors_in(part)
 
 
 def slots_of(value: Any) -> list[str]:

@@ -337,13 +337,14 @@ def _can_be_copied(value: Any) -> bool:
     if isinstance(value, kinds):
         return True
     make: Any = type(value).__new__
-    return make is object.__new__ and not hasattr(value, "__del__")
+    return make in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(value, "__del__")
 
 
 def _bare(value: Any) -> Any:
     """An object of the same class, without attributes."""
     # Not by ``__new__`` of the class: that of fx.GraphModule makes another class.
-    return object.__new__(plain_class(type(value)))
+    made = types.SimpleNamespace if isinstance(value, types.SimpleNamespace) else object
+    return made.__new__(plain_class(type(value)))
 
 
 # ------------------------------------------------------------------------------------------ tensors
