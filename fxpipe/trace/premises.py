@@ -30,6 +30,7 @@ import reprlib
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -72,7 +73,11 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
     *(type, types.ModuleType),
 )
-_METHODS = types.FunctionType, staticmethod, classmethod, functools.partialmethod
+_METHODS = (
+    *(types.FunctionType, staticmethod, classmethod, functools.partialmethod),
+    *(property, functools.cached_property),
+)
+_OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are taken for data that no forward branches by: not compared
 _DEPTH = 6  # how deep values are compared that are nested in others
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
@@ -368,7 +373,9 @@ def _is_constant(value: Any) -> bool:
     """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
-    return _is_plain(value) or isinstance(value, Tensor) or callable(value)
+    return (
+        _is_plain(value) or isinstance(value, Tensor) or (callable(value) and not parts_of(value))
+    )
 
 
 class _Is:
@@ -396,15 +403,43 @@ def _state(value: Any, depth: int = _DEPTH) -> Any:
         most = _MANY if depth > _DEPTH - _WIDE else _FEW
         if isinstance(value, set | frozenset):
             return type(value), frozenset(value)
-        if isinstance(value, list | tuple) and len(value) <= most:
+        if isinstance(value, list | tuple | deque) and len(value) <= most:
             return type(value), [_state(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
-        if not callable(value) and len(own := getattr(value, "__dict__", ())) <= most:
-            parts = [(name, own[name]) for name in own]
-            parts += [(name, getattr(value, name)) for name in slots_of(value)]
+        if (parts := parts_of(value)) and len(parts) <= most:
             return _Is(value), [(name, _state(part, depth - 1)) for name, part in parts]
     return _Is(value)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """The values that an object computes with: its class and its attributes; of a function, what is
+    in its closure; of a method, the object. Modules have premises of their own, and code of PyTorch
+    has none."""
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ is None or not is_of_a_model(value.__code__.co_filename):
+            return []
+        pairs = zip(value.__code__.co_freevars, value.__closure__, strict=True)
+        return [(name, each) for name, cell in pairs for each in content_of(cell)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:
+        return []
+    own = getattr(value, "__dict__", {})
+    slots = [(name, getattr(value, name)) for name in slots_of(value)]
+    return [("__class__", type(value)), *own.items(), *slots]
+
+
+def content_of(cell: types.CellType) -> list[Any]:
+    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:
@@ -450,7 +485,7 @@ def _said(state: Any) -> str:
         return _on_one_line(kind.value)
     if issubclass(kind, Mapping):
         return reprlib.repr({key: _Word(_said(each)) for key, each in value})
-    if issubclass(kind, list | tuple):
+    if issubclass(kind, list | tuple | deque):
         return reprlib.repr([_Word(_said(each)) for each in value])
     return reprlib.repr(value)
 

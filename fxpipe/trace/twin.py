@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
-from fxpipe.trace.premises import Reads, slots_of, state_of
+from fxpipe.trace.premises import Reads, content_of, slots_of, state_of
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """The models of all twins that are alive."""
@@ -252,7 +252,7 @@ class _CopiedObjects:
         new = types.FunctionType(value.__code__, scope, value.__name__, None, closure)
         self.add(value, new)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            for each in _content(old):
+            for each in content_of(old):
                 cell.cell_contents = self.of(each)
         new.__defaults__ = value.__defaults__ and tuple(map(self.of, value.__defaults__))
         new.__kwdefaults__ = value.__kwdefaults__ and {
@@ -283,7 +283,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value()
     elif isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            yield from _content(cell)
+            yield from content_of(cell)
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
         yield from _globals(value).values()
@@ -320,14 +320,6 @@ def _globals(function: types.FunctionType) -> dict[str, Any]:
     scope = function.__globals__
     names = function.__code__.co_names
     return {name: scope[name] for name in names if isinstance(scope.get(name), nn.Module)}
-
-
-def _content(cell: types.CellType) -> list[Any]:
-    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
 
 
 def _can_be_copied(value: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
+from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -146,6 +148,71 @@ def test_methods_are_no_attributes_in_the_words_of_guards():
         assert not {"forward", "third", "inner.forward"} & pipe.guards.attributes.keys()
         model.third = lambda x: -x
         assert pipe.guards.failure(X) == "the method third has been replaced"
+
+
+class Scale:
+    """An object that is called like a function."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+    @property
+    def half(self):
+        return self.factor / 2
+
+
+class Third(Scale):
+    @property
+    def half(self):
+        return self.factor / 3
+
+
+class Calling(MLP):
+    """Computes by objects that hold numbers: one is called, one is in a closure, and so on."""
+
+    def __init__(self):
+        super().__init__()
+        factors = [2.0]
+        self.called, self.of_method, self.asked = Scale(2.0), Scale(2.0), Scale(2.0)
+        self.method = self.of_method.__call__
+        self.factors, self.closed = factors, lambda x: x * factors[0]
+        self.bound, self.queue = functools.partial(Scale(2.0)), deque([2.0, 3.0])
+
+    @property
+    def first(self):
+        return self.queue[0]
+
+    def forward(self, x):
+        x = self.method(self.called(super().forward(x)))
+        return self.bound(self.closed(x)) * self.first + self.asked.half
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, patch: setattr(model.called, "factor", 5.0),
+        lambda model, patch: setattr(model.of_method, "factor", 5.0),
+        lambda model, patch: setattr(model.asked, "__class__", Third),
+        lambda model, patch: model.factors.__setitem__(0, 5.0),
+        lambda model, patch: setattr(model.bound.func, "factor", 5.0),
+        lambda model, patch: model.queue.rotate(1),
+        lambda model, patch: patch(Calling, "first", property(lambda self: 5.0)),
+    ],
+    ids=["called", "of a method", "class", "closure", "partial", "queue", "property"],
+)
+def test_what_an_object_computes_with_is_compared_also_if_it_is_called(change, tracer, monkeypatch):
+    model = Calling()
+    with compiled(model, tracer=tracer) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        pipe(X)
+        assert len(pipe.compilations) == 1
+        change(model, monkeypatch.setattr)
+        torch.testing.assert_close(pipe(X), model(X))
+        assert len(pipe.compilations) == 2
 
 
 class InSlots:
