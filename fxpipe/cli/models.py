@@ -20,7 +20,7 @@ from fxpipe.cli.options import (
     write,
     writing,
 )
-from fxpipe.ir.devices import KNOWN
+from fxpipe.ir.devices import NAMES
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
@@ -172,7 +172,7 @@ def explain(factory: str, shapes: tuple[Shape, ...], **options: Any) -> None:
     "--devices",
     required=True,
     metavar="NAME,NAME",
-    help=f"A device for each lane, each one of: {', '.join(KNOWN)}. They need not be here.",
+    help=f"A device for each lane, each one of: {', '.join(NAMES)}. They need not be here.",
 )
 @pipeline_options
 @click.option(
@@ -234,7 +234,8 @@ def bench(
 ) -> None:
     """Measure a training step, and compare it with its prediction.
 
-    The loss of the step is the mean of the model's output. With --inference, a call is measured.
+    The loss of the step is the mean of the model's output, or the sum of the means if it returns
+    several tensors. With --inference, a call is measured.
 
     \b
     Examples:
@@ -251,13 +252,15 @@ def bench(
         before = replace(pipe.timeline(), name="predicted")
         with working("measuring", 1 + rounds):
             measured = pipe.measure(*given.args, rounds=rounds, **given.kwargs)
+        if options["training"]:
+            click.echo("The loss of the step is the mean of what the model returns.\n")
         click.echo(str(compare(before, measured)))
         again = replace(pipe.timeline(), name="predicted from the measured times of the stages")
         click.echo("\n" + str(again).splitlines()[0])
         lanes = {stage.lane: str(stage.device) for stage in pipe.stages}
         devices = [lanes[lane] for lane in sorted(lanes)]
         run = "step" if options["training"] else "call"
-        _, *causes = against(before, measured, again, devices, run)
+        _, *causes = against(before, measured, again, devices, run, NOT_COUNTED)
         if is_off(before, measured):
             causes.append(
                 "The times of nodes are estimates, and they are off, unless lanes slow each other: "
@@ -268,17 +271,15 @@ def bench(
             write(draw, compare(before, measured).draw())
 
 
+NOT_COUNTED = "which is that of bench, and no part of the prediction"
+"""What is said of the time of the loss: the user gives none."""
+
+
 def mean(output: Any, target: Any) -> Any:
     """A loss for measurements: the sum of the means of all floating-point tensors in the output."""
-    import torch
+    from fxpipe.ir.structure import Structure
 
-    from fxpipe.ir._torch import pytree
-
-    tensors = [
-        leaf
-        for leaf in pytree.tree_leaves(output)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    tensors = [tensor for tensor in Structure.of(output)[0] if tensor.is_floating_point()]
     if not tensors:
         raise ValueError(
             "the model returns no floating-point tensor, so there is no loss to train with"

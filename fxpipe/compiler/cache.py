@@ -13,12 +13,13 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ShapeGuard
 from fxpipe.compiler.guards.signature import signature
+from fxpipe.compiler.operands import differ_by_operands
 from fxpipe.ir.log import warn
 from fxpipe.trace.premises import Premises
 
@@ -133,8 +134,14 @@ class Cache:
                 f"{text}. All of these programs are alike, so that the model seems to make no use "
                 f"of it: leave {unused} out of the call, or give the same in each call"
             )
-        else:
+        elif all(differ_by_operands(*_graphs(mode, each)) for each in alike):
             warn(f"{text}: leave out what the model does not need, and give numbers as tensors")
+        else:
+            warn(
+                f"{text}. What the model computes depends on it, as on the number of rounds of a "
+                "loop: each of its values has a program of its own, so that few values should "
+                "take turns; leave it out of the call if the model does not need it"
+            )
         return True
 
     def _tell_of_shapes(self, mode: Mode) -> None:
@@ -182,6 +189,10 @@ class Cache:
                 "tensor from which its forward computes a constant of the graph, is written to "
                 "between the calls: make it a buffer, which a graph reads in every call",
             )
+
+
+def _graphs(*modes: Mode) -> list[fx.Graph]:
+    return [mode.model_graph.graph for mode in modes]
 
 
 def _without_tensors(path: str, tensors: Iterable[str]) -> str:

@@ -31,6 +31,8 @@ from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import Unsupported
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
@@ -122,6 +124,7 @@ class Compiler(LaterChecks):
                     mode.loss_numbers.pop(key, None)
                     self._watch(mode, found)
                     self._step_of(mode, key, batch)
+                self._tell_of_hooks()
             self._notice_labels(mode, batch, key, is_checked)
             is_new = self._notice_numbers(mode, batch, key)
             is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
@@ -137,6 +140,15 @@ class Compiler(LaterChecks):
             mode.steps[(*key, taken)] = self.lowering.step(mode, key[0], target, found.dim)
             mode.refresh()
         return mode.steps[(*key, taken)], target
+
+    def _tell_of_hooks(self) -> None:
+        """Warn of hooks on the model itself: those of its calls, which a step does not make."""
+        if has_hooks(self.model):
+            warn(
+                f"hooks on {type(self.model).__name__} itself are not called in pipe.step, which "
+                "has no output of the whole mini-batch: what they change is lacking there. Put "
+                "them on a part of the model, or train by pipe(x) and loss.backward()"
+            )
 
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:

@@ -348,10 +348,10 @@ class Options:
         chunks = self.chunks_for(batch, refused)
         return tuple(batch // chunks + (i < batch % chunks) for i in range(chunks))
 
-    def even_chunks_for(self, batch: int) -> int:
-        """The largest number of micro-batches, up to the wanted one, that divides ``batch`` rows
+    def even_chunks_for(self, batch: int) -> list[int]:
+        """The numbers of micro-batches, from the wanted one down to 1, that divide ``batch`` rows
         evenly."""
-        return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
+        return [n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0]
 
 
 def _named(optimizer: str | float | Optimizer | None) -> str:

@@ -35,7 +35,7 @@ from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
-from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
+from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_itself, is_the_models
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.log import warn
 from fxpipe.ir.precision import full_precision
@@ -78,6 +78,7 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
+from fxpipe.trace.leaked import refuse_leaked
 from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.spread import as_on_one_device
 from fxpipe.trace.twin import Twin
@@ -249,16 +250,35 @@ class Staging(ABC):
         batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
         if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
             return None
-        try:
-            chunks = self.options.even_chunks_for(batch)
+
+        def compiled(chunks: int) -> Mode:
             tensors, _ = Structure.of((args, kwargs))
             with self._where_it_runs(twin.model, tensors), self._slot.hearing():
                 check_at_size(twin.model, args, kwargs, meaning, self._asked, chunks)
-            mode = self._compiled(twin, args, kwargs, meaning, call, chunks)
-            mode.why_one_size = str(why)
-            return mode
+            return self._compiled(twin, args, kwargs, meaning, call, chunks)
+
+        try:
+            mode = self._of_equal_parts(batch, compiled)
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
+        mode.why_one_size = str(why)
+        return mode
+
+    def _of_equal_parts(self, rows: int, compiled: Callable[[int], Mode]) -> Mode:
+        """The mode for as many micro-batches of one size as are wanted, or for fewer, where the
+        model does not take so few rows: a batch norm in training takes no single one.
+
+        Args:
+            compiled: makes the mode for a number of micro-batches.
+        """
+        *several, one = self.options.even_chunks_for(rows)
+        for chunks in several:
+            try:
+                return compiled(chunks)
+            except Exception as error:  # "itself" is said of a micro-batch here
+                if not (is_itself(error) or is_the_models(error)):
+                    raise
+        return compiled(one)
 
     def _of_lists(
         self,
@@ -271,20 +291,28 @@ class Staging(ABC):
     ) -> Mode:
         """A mode for lists of this length, with an element for each row: the model is traced with
         the list of the first micro-batch, and each element is an input of the graph."""
-        chunks = self.options.even_chunks_for(listed.rows)
+        mode = self._of_equal_parts(
+            listed.rows, partial(self._of_parts_of_lists, twin, meaning, listed, call)
+        )
+        own = map_tensors(Tensor.detach, (args, kwargs))
+        mode.rows, mode.example = listed.rows, Sample(own, meaning.in_dims, listed.rows)
+        assert mode.chunks is not None
+        mode.traced.bind = in_parts(self.model, mode.traced.bind, mode.chunks, self.options.in_dims)
+        if mode.traced.front_end != "symbolic":
+            of_one_shape(mode.traced.bind(args, kwargs), listed.names)
+        return mode
+
+    def _of_parts_of_lists(
+        self, twin: Twin, meaning: Meaning, listed: Listed, call: GuardedCall, chunks: int
+    ) -> Mode:
+        """A mode for so many parts of lists."""
         if text := self._of_fewer_lists(listed, chunks):
             warn(text)
             meaning = replace(meaning, notes=[*meaning.notes, text])
         rows = listed.rows // chunks
         one = replace(meaning, in_dims=listed.in_dims(rows))
         some, named = listed.part(0, rows)
-        mode = self._compiled(twin, some, named, one, call, chunks)
-        own = map_tensors(Tensor.detach, (args, kwargs))
-        mode.rows, mode.example = listed.rows, Sample(own, meaning.in_dims, listed.rows)
-        mode.traced.bind = in_parts(self.model, mode.traced.bind, chunks, self.options.in_dims)
-        if mode.traced.front_end != "symbolic":
-            of_one_shape(mode.traced.bind(args, kwargs), listed.names)
-        return mode
+        return self._compiled(twin, some, named, one, call, chunks)
 
     def _of_fewer_lists(self, listed: Listed, chunks: int) -> str:
         """What to say where there are fewer micro-batches than asked for, since they are of equal
@@ -333,6 +361,7 @@ class Staging(ABC):
             prepared = self._traced(
                 twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
+        refuse_leaked(self.model, prepared.reads, prepared.traced.graph_module)
         reads = twin.reads(prepared.reads)
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         traced = prepared.traced

@@ -40,6 +40,7 @@ def against(
     replayed: Timeline,
     devices: Sequence[str],
     run: str = "step",
+    uncounted: str = "of which the prediction knows nothing: example_target= lets it be counted",
 ) -> Iterator[str]:
     """What a measured step says beside the predicted one. Steps are measured without an optimizer,
     so that they are compared with predicted ones without the time of its step.
@@ -49,6 +50,7 @@ def against(
             medians of their actions.
         devices: the name of each lane's device.
         run: what has been measured: "step", or "call".
+        uncounted: what to say of the time of the loss where it is not predicted.
     """
     whole, again = measured.makespan, _of_actions(replayed)
     without = _of_actions(predicted)
@@ -80,7 +82,7 @@ def against(
             f"{_ratio(loss, expected_loss):.3g} times the {human_time(expected_loss)} that are "
             "predicted"
             if expected_loss
-            else "of which the prediction knows nothing: example_target= lets it be counted"
+            else uncounted
         )
         yield f"The loss and its backward take {human_time(loss)}, {said}."
     lanes = Counter(devices).items()

@@ -88,7 +88,7 @@ class DeviceSpec:
         name = CPU_CORE.name if name == "cpu" else name
         if name not in KNOWN:
             raise ValueError(
-                f"no device {name!r} is known: give one of {', '.join(KNOWN)}, or describe it "
+                f"no device {name!r} is known: give one of {', '.join(NAMES)}, or describe it "
                 "as DeviceSpec(flops_per_s=..., bytes_per_s=..., memory=...)"
             )
         return KNOWN[name]
@@ -119,6 +119,8 @@ KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
         )
     }
 )
+NAMES = "cpu", *(name for name in KNOWN if name != CPU_CORE.name)
+"""The names to give, as messages list them: a core of a CPU is called as a lane on it is."""
 
 
 def spec_of(device: torch.device) -> DeviceSpec:

@@ -269,7 +269,7 @@ def _perturbed(
             return rows
         low, high = finite.min(), finite.max()
         if low == high == 1 and example.numel() > 1 and not _has_one_a_row(example, dim):
-            # It may be a mask in which all count.
+            # It may be a mask in which all count. (A single number is none.)
             return rows * torch.randint(2, rows.shape, generator=draw).to(rows)
         if low == high or not bool((finite == finite.round()).all()):
             noise = torch.rand(rows.shape, generator=draw).to(rows)

@@ -1,6 +1,6 @@
 """Premises: the state of the model that a trace depends on, beside the inputs. It consists of the
-attributes of modules that the forward has read, or has looked up in vain, and of the shapes of
-parameters.
+attributes of modules that the forward has read, or has looked up in vain, of the methods that it
+has called, and of the shapes and the ties (:mod:`fxpipe.trace.ties`) of parameters.
 
 ::
 
@@ -12,8 +12,10 @@ parameters.
 
 A tensor among these attributes is compared by identity: a graph reads it, and sees it change in
 place. If the graph has a constant that was computed from the tensor (:mod:`fxpipe.trace.folded`),
-the tensor must not have been written to since. An attribute that is looked up in vain, as
-``getattr(self, "merged", False)`` does, has the value :data:`MISSING`.
+the tensor must not have been written to since. One that is a parameter or a buffer, too, must stay
+the one of that name. An attribute that is looked up in vain, as ``getattr(self, "merged", False)``
+does, has the value :data:`MISSING`. A method is an attribute of the class, which one of the module
+may hide; the ``forward`` of every module counts, as PyTorch calls it.
 
 A graph computes what the model computes only as long as its premises hold, so they are guards of
 the compiled program.
@@ -22,11 +24,13 @@ the compiled program.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import reprlib
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -40,6 +44,7 @@ from fxpipe.ir.source import is_of_a_model
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import patches
 from fxpipe.trace.patches import patched
+from fxpipe.trace.ties import Ties
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
@@ -61,12 +66,18 @@ _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other gu
 # Read at every look-up of a parameter, or call of a module; no attributes of a forward.
 _PASSED = _EVERY | {"__dict__", "__class__"}
 _INHERITED = frozenset(dir(nn.Module))
+_FORWARD = "forward"
 _GETATTR = nn.Module.__getattr__  # as it is while nobody traces
 _TABLES = "_parameters", "_buffers", "_modules"  # in the order in which it looks into them
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
     *(type, types.ModuleType),
 )
+_METHODS = (
+    *(types.FunctionType, staticmethod, classmethod, functools.partialmethod),
+    *(property, functools.cached_property),
+)
+_OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are taken for data that no forward branches by: not compared
 _DEPTH = 6  # how deep values are compared that are nested in others
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
@@ -102,12 +113,13 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
                 if self in modules and attribute not in reads and _is_missed(self, name):
                     reads[attribute] = _state(MISSING)
                 raise
-            if self in modules:
-                is_own = name in original(self, "__dict__")
-                is_state = not isinstance(value, nn.Module)
-                is_inherited = _is_plain(value) and name not in _INHERITED
-                if (is_state if is_own else is_inherited) and (self, name) not in reads:
+            if self in modules and (self, name) not in reads and not isinstance(value, nn.Module):
+                if name in original(self, "__dict__"):
                     reads[self, name] = _state(value)
+                elif name not in _INHERITED:
+                    of_class = _of_class(type(self), name)
+                    if of_class is value or isinstance(of_class, _METHODS):
+                        reads[self, name] = _state(of_class)
             return value
 
         return watched
@@ -157,19 +169,24 @@ class Premises:
     def __init__(self, model: nn.Module, reads: Reads, folded: Iterable[Tensor] = ()) -> None:
         self._parameters = [m._parameters for m in model.modules() if m._parameters]
         self._shapes = self._shapes_now()
+        self._ties = Ties(model)
         self._folded = [(t, version_of(t)) for t in folded if not t.is_inference()]
         states: dict[nn.Module, dict[str, Any]] = {}
         for (module, name), state in reads.items():
             if state_of(module, name) == state:
                 states.setdefault(module, {})[name] = state
+        for module in model.modules():
+            states.setdefault(module, {})[_FORWARD] = state_of(module, _FORWARD)
         self._watch([_Owner(module, own) for module, own in states.items()])
 
     def hold(self) -> bool:
         """Whether a graph that depends on these premises still computes what the model does."""
         return (
             self._shapes_now() == self._shapes
+            and self._ties.hold()
             and not self._written
-            and all(owner.has_the_same() for owner in self._owners)
+            and not any(place.tensor is not tensor for place, tensor in self._held)
+            and (self._are_the_same() or not self.broken())
             and all(_state(value) == state for value, state in self._contents)
         )
 
@@ -188,31 +205,45 @@ class Premises:
         return bool(self._written)
 
     def attributes(self) -> list[Attribute]:
-        """The attributes that the graph depends on."""
-        return [(owner.module, name) for owner in self._owners for name in owner.states]
+        """The attributes that the graph depends on, beside the forwards of all modules."""
+        return [(o.module, name) for o in self._owners for name in o.states if name != _FORWARD]
 
     def broken(self) -> list[Attribute]:
         """The attributes that have changed since the graph was made."""
         return [(owner.module, name) for owner in self._owners for name in owner.changed()]
 
     def said(self, paths: Mapping[nn.Module, str]) -> Iterator[tuple[str, str]]:
-        """The attributes that the graph depends on, and the states that they had, in words:
-        ``("head.scale", "3")``. ``paths`` are those of the model's modules."""
+        """The attributes that the graph depends on, but for methods, and the states that they had,
+        in words: ``("head.scale", "3")``. ``paths`` are those of the model's modules."""
         for owner in self._owners:
             for name, state in owner.states.items():
-                yield _path(paths, owner.module, name), _said(state)
+                if not owner.is_method(name):
+                    yield _path(paths, owner.module, name), _said(state)
 
     def difference(self, paths: Mapping[nn.Module, str]) -> str:
         """The first thing that has changed since the graph was made, in words:
         ``head.scale: 3 → 4``. "" if nothing has."""
         for module, name in self.broken():
-            then = next(o.states[name] for o in self._owners if o.module is module)
-            return _difference(_path(paths, module, name), then, _state(value_of(module, name)))
+            path = _path(paths, module, name)
+            owner = next(each for each in self._owners if each.module is module)
+            if owner.is_method(name):
+                return f"the method {path} has been replaced"
+            return _difference(path, owner.states[name], state_of(module, name))
         if written := self.written(paths):
             return (
                 f"{written[0]} has been written to, and the graph has a constant computed from it"
             )
-        return "" if self._shapes_now() == self._shapes else "shapes of parameters have changed"
+        if self._shapes_now() != self._shapes:
+            return "shapes of parameters have changed"
+        if changed := self._ties.changed():
+            *places, are_one = changed
+            one, other = (_path(paths, place.module, place.name) for place in places)
+            return f"{one} and {other}: " + ("two tensors → one" if are_one else "one tensor → two")
+        for place, tensor in self._held:
+            if place.tensor is not tensor:
+                path = _path(paths, place.module, place.name)
+                return f"{path} is another tensor, and an attribute still has the former one"
+        return ""
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
         """The same premises, less these attributes, which have turned out not to matter."""
@@ -226,6 +257,23 @@ class Premises:
         for owner in owners:
             contents |= owner.contents()
         self._contents = list(contents.values())
+        self._held = self._ties.held(tensor for o in owners for tensor in o.tensors())
+        # The rest is the same once more, in lists that take little time to compare.
+        self._modules = [owner.module for owner in owners]
+        self._kinds = [owner.kind for owner in owners]
+        self._looked = [(vars(o.module).get, name) for o in owners for name in o.own]
+        self._values = [value for owner in owners for value in owner.own.values()]
+        self._inherited = {(o.kind, n): value for o in owners for n, value in o.inherited.items()}
+        self._missing = [(o.module, name) for o in owners for name in o.missing()]
+
+    def _are_the_same(self) -> bool:
+        """Whether every attribute is seen, in little time, to be the object that it was."""
+        return (
+            [*map(type, self._modules)] == self._kinds
+            and all(map(operator.is_, [get(n, MISSING) for get, n in self._looked], self._values))
+            and all(_of_class(*place) is value for place, value in self._inherited.items())
+            and all(value_of(module, name) is MISSING for module, name in self._missing)
+        )
 
     def _shapes_now(self) -> list[Any]:
         return [
@@ -234,45 +282,57 @@ class Premises:
 
 
 class _Owner:
-    """A module, and the state that some of its attributes had when the graph was made."""
+    """A module, and the state that some of its attributes had when the graph was made.
+
+    Attributes:
+        states: the states of the attributes.
+        own: the values that the module had itself; MISSING for the other attributes.
+        inherited: what the module's class had, for these others.
+        kind: the class.
+    """
 
     def __init__(self, module: nn.Module, states: dict[str, Any]) -> None:
-        self.module, self.states = module, states
+        self.module, self.states, self.kind = module, states, type(module)
         own = vars(module)
-        self._get = own.get
-        self._own = [name for name in states if name in own]
-        self._values = [own[name] for name in self._own]
-        others = [name for name in states if name not in own]
-        self._missing = [name for name in others if value_of(module, name) is MISSING]
-        self._inherited = [name for name in others if name not in self._missing]
+        self.own = {name: own.get(name, MISSING) for name in states}
+        others = (name for name, value in self.own.items() if value is MISSING)
+        self.inherited = {name: _of_class(self.kind, name) for name in others}
+
+    def is_method(self, name: str) -> bool:
+        """Whether an attribute is a method of the module's class."""
+        return isinstance(self.inherited.get(name), _METHODS)
+
+    def missing(self) -> Iterator[str]:
+        """The attributes that neither the module nor its class had."""
+        missing = _state(MISSING)
+        return (name for name, state in self.states.items() if state == missing)
 
     def contents(self) -> dict[int, tuple[Any, Any]]:
         """The values that may change while they stay the same objects (a list, a configuration):
         from their ids to the pair of the value and the state that it had."""
-        pairs = zip(self._own, self._values, strict=True)
-        return {id(v): (v, self.states[name]) for name, v in pairs if not _is_constant(v)}
+        values = {**self.own, **self.inherited}
+        return {
+            id(value): (value, self.states[name])
+            for name, value in values.items()
+            if not _is_constant(value) and not self.is_method(name)
+        }
 
-    def has_the_same(self) -> bool:
-        """Whether every attribute is the object that it was, which takes little time to see, or is
-        another object of an equal state."""
-        is_same = all(map(operator.is_, map(self._get, self._own), self._values))
-        unsure = self._inherited if is_same else self.states
-        for name in self._missing if is_same else ():
-            if value_of(self.module, name) is not MISSING:
-                return False
-        return not unsure or not any(self._changed(unsure))
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that the attributes had, or that were in these."""
+        return (tensor for state in self.states.values() for tensor in tensors_in(state))
 
     def changed(self) -> Iterator[str]:
         """The names of the attributes whose state has changed since the graph was made."""
-        return self._changed(self.states)
+        pairs = self.states.items()
+        return (name for name, state in pairs if state_of(self.module, name) != state)
 
     def without(self, attributes: Collection[Attribute]) -> _Owner:
         """The same module, with fewer of its attributes watched."""
-        kept = {n: s for n, s in self.states.items() if (self.module, n) not in attributes}
-        return _Owner(self.module, kept)
-
-    def _changed(self, names: Iterable[str]) -> Iterator[str]:
-        return (name for name in names if state_of(self.module, name) != self.states[name])
+        found = copy.copy(self)
+        for kind in "states", "own", "inherited":
+            kept = {n: v for n, v in vars(self)[kind].items() if (self.module, n) not in attributes}
+            setattr(found, kind, kept)
+        return found
 
 
 def value_of(module: nn.Module, name: str) -> Any:
@@ -281,13 +341,22 @@ def value_of(module: nn.Module, name: str) -> Any:
     own = vars(module)
     if name in own:
         return own[name]
-    value = getattr(type(module), name, MISSING)
+    value = _of_class(type(module), name)
     if value is MISSING:
-        for kind in "_parameters", "_buffers", "_modules":
+        for kind in _TABLES:
             table = own.get(kind, ())  # a module of TorchScript has none of its own
             if name in table:
                 return table[name]
     return value
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """An attribute of a class as the class, or one that it inherits from, has it: a method is not
+    bound."""
+    for each in kind.__mro__:
+        if name in vars(each):
+            return vars(each)[name]
+    return MISSING
 
 
 def state_of(module: nn.Module, name: str) -> Any:
@@ -304,7 +373,9 @@ def _is_constant(value: Any) -> bool:
     """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
-    return _is_plain(value) or isinstance(value, Tensor) or callable(value)
+    return (
+        _is_plain(value) or isinstance(value, Tensor) or (callable(value) and not parts_of(value))
+    )
 
 
 class _Is:
@@ -332,15 +403,53 @@ def _state(value: Any, depth: int = _DEPTH) -> Any:
         most = _MANY if depth > _DEPTH - _WIDE else _FEW
         if isinstance(value, set | frozenset):
             return type(value), frozenset(value)
-        if isinstance(value, list | tuple) and len(value) <= most:
+        if isinstance(value, list | tuple | deque) and len(value) <= most:
             return type(value), [_state(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
-        if not callable(value) and len(own := getattr(value, "__dict__", ())) <= most:
-            parts = [(name, own[name]) for name in own]
-            parts += [(name, getattr(value, name)) for name in slots_of(value)]
+        if (parts := parts_of(value)) and len(parts) <= most:
             return _Is(value), [(name, _state(part, depth - 1)) for name, part in parts]
     return _Is(value)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """The values that an object computes with: its class and its attributes; of a function, what is
+    in its closure; of a method, the object. Modules have premises of their own, and code of PyTorch
+    has none."""
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ is None or not is_of_a_model(value.__code__.co_filename):
+            return []
+        pairs = zip(value.__code__.co_freevars, value.__closure__, strict=True)
+        return [(name, each) for name, cell in pairs for each in content_of(cell)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:
+        return []
+    own = getattr(value, "__dict__", {})
+    slots = [(name, getattr(value, name)) for name in slots_of(value)]
+    return [("__class__", type(value)), *own.items(), *slots]
+
+
+def content_of(cell: types.CellType) -> list[Any]:
+    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """The tensors in a snapshot of a value."""
+    if isinstance(state, _Is):
+        if isinstance(state.value, Tensor):
+            yield state.value
+    elif isinstance(state, list | tuple | frozenset):
+        for part in state:
+            yield from tensors_in(part)
 
 
 def slots_of(value: Any) -> list[str]:
@@ -376,7 +485,7 @@ def _said(state: Any) -> str:
         return _on_one_line(kind.value)
     if issubclass(kind, Mapping):
         return reprlib.repr({key: _Word(_said(each)) for key, each in value})
-    if issubclass(kind, list | tuple):
+    if issubclass(kind, list | tuple | deque):
         return reprlib.repr([_Word(_said(each)) for each in value])
     return reprlib.repr(value)
 

@@ -35,7 +35,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
-from fxpipe.trace.premises import Reads, slots_of, state_of
+from fxpipe.trace.premises import Reads, content_of, slots_of, state_of
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """The models of all twins that are alive."""
@@ -252,7 +252,7 @@ class _CopiedObjects:
         new = types.FunctionType(value.__code__, scope, value.__name__, None, closure)
         self.add(value, new)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            for each in _content(old):
+            for each in content_of(old):
                 cell.cell_contents = self.of(each)
         new.__defaults__ = value.__defaults__ and tuple(map(self.of, value.__defaults__))
         new.__kwdefaults__ = value.__kwdefaults__ and {
@@ -283,7 +283,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value()
     elif isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            yield from _content(cell)
+            yield from content_of(cell)
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
         yield from _globals(value).values()
@@ -322,14 +322,6 @@ def _globals(function: types.FunctionType) -> dict[str, Any]:
     return {name: scope[name] for name in names if isinstance(scope.get(name), nn.Module)}
 
 
-def _content(cell: types.CellType) -> list[Any]:
-    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
 def _can_be_copied(value: Any) -> bool:
     """Whether a copy of an object can be made without calling the user's code. An object with a
     ``__del__`` is not copied: what it does at the end would be done twice."""
@@ -337,13 +329,14 @@ def _can_be_copied(value: Any) -> bool:
     if isinstance(value, kinds):
         return True
     make: Any = type(value).__new__
-    return make is object.__new__ and not hasattr(value, "__del__")
+    return make in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(value, "__del__")
 
 
 def _bare(value: Any) -> Any:
     """An object of the same class, without attributes."""
     # Not by ``__new__`` of the class: that of fx.GraphModule makes another class.
-    return object.__new__(plain_class(type(value)))
+    made = types.SimpleNamespace if isinstance(value, types.SimpleNamespace) else object
+    return made.__new__(plain_class(type(value)))
 
 
 # ------------------------------------------------------------------------------------------ tensors

@@ -228,7 +228,7 @@ def posed(
             f"{target.stages} stages asked for, but the model can be cut into {found.dag.size}, no "
             f"more: it has {len(work)} node{'s' * (len(work) != 1)}, of which those that share "
             f"written memory, or are parts of one result, stay together; {heaviest(graph)}; give "
-            f"{found.dag.size} device{'s' * (found.dag.size != 1)}, or fewer"
+            + ("1 device" if found.dag.size == 1 else f"{found.dag.size} devices, or fewer")
         )
     return found, target, _pins(found, work, spec.pins, target.stages)
 

@@ -3,6 +3,8 @@ import sys
 import pytest
 
 MODELS = """
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -62,6 +64,21 @@ def of_a_dict():
 class Whole(nn.Module):
     def forward(self, x):
         return x.long() + 1
+
+
+@dataclasses.dataclass
+class Boxes:
+    scores: torch.Tensor
+    number: int
+
+
+class Detector(Named):
+    def forward(self, x):
+        return Boxes(super().forward(x), 3)
+
+
+def of_a_dataclass():
+    return Detector(), torch.ones(8, 8)
 
 
 class Steps(nn.Module):

@@ -237,6 +237,14 @@ def test_bench_compares_predicted_and_measured(models):
     assert "predicted" in drawing and "measured" in drawing
 
 
+def test_bench_says_which_loss_it_has_run(models):
+    out = succeeded("bench", "own_models:of_a_dataclass", *TWO, "--rounds", 1)
+    assert "The loss of the step is the mean of what the model returns." in out
+    assert "example_target" not in out, "the user has given no loss"
+    out = succeeded("bench", "own_models:build", *TWO, "--rounds", 1, "--inference")
+    assert "The loss" not in out
+
+
 def test_bench_says_what_cannot_be_trained(models):
     assert "returns no floating-point tensor" in refused("bench", "own_models:whole", *TWO)
     assert "'--rounds': 0 is not in" in refused("bench", "own_models:build", "--rounds", 0)

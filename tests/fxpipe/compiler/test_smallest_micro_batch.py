@@ -52,6 +52,36 @@ def test_no_micro_batch_is_smaller_than_the_model_takes(batch, chunks, first):
     assert same(list(model.buffers()), list(reference.buffers()))
 
 
+class Listing(Normed):
+    """Goes through the rows by a loop, so that it is compiled for batches of one size."""
+
+    def forward(self, x):
+        return torch.stack([row / (1 + i) for i, row in enumerate(super().forward(x))])
+
+
+class Siamese(Normed):
+    """Has the number of rows as a constant."""
+
+    def forward(self, x):
+        scores = super().forward(x) @ x.T
+        return nn.functional.cross_entropy(scores, torch.arange(len(x)), reduction="none")
+
+
+@pytest.mark.parametrize("batch, chunks", [(3, 1), (2, 1), (6, 3), (9, 3), (5, 1)])
+@pytest.mark.parametrize("kind", [Listing, Siamese])
+@pytest.mark.filterwarnings("ignore::fxpipe.BatchWarning")
+def test_micro_batches_of_one_size_are_no_smaller_either(kind, batch, chunks):
+    model, x = kind(), torch.randn(batch, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=8, check="warn") as pipe:
+        reference = copy.deepcopy(model)
+        output = pipe(x)
+        torch.sin(output).sum().backward()
+        assert pipe.chunks == chunks
+    expected = loop(reference, (x,), chunks)
+    assert same([output.detach(), gradients(model)], list(expected))
+    assert same(list(model.buffers()), list(reference.buffers()))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_step_has_as_many_micro_batches_as_a_call(schedule):
     model, x, target = Normed(), torch.randn(9, 4), torch.randn(9)

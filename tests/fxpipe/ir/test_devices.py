@@ -1,7 +1,7 @@
 import pytest
 
 from fxpipe import DeviceSpec
-from fxpipe.ir.devices import KNOWN
+from fxpipe.ir.devices import KNOWN, NAMES
 
 
 def test_known_devices_go_by_their_names():
@@ -13,8 +13,12 @@ def test_a_lane_on_the_cpu_is_planned_as_a_core():
     assert DeviceSpec.of("cpu") == DeviceSpec.of("cpu core") == DeviceSpec()
 
 
+def test_the_names_to_give_are_known():
+    assert NAMES[:2] == ("cpu", "p40") and all(map(DeviceSpec.of, NAMES))
+
+
 def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match=r"no device 'p4' is known: give one of cpu core, p40, "):
+    with pytest.raises(ValueError, match=r"no device 'p4' is known: give one of cpu, p40, "):
         DeviceSpec.of("p4")
 
 

@@ -92,3 +92,11 @@ def test_a_row_of_which_all_is_missing_is_not_taken_for_that():
     missing[2], missing[5, 0] = True, True
     assert count_of_rows(missing, 0).argmax() == 5 or count_of_rows(missing, 0)[2] < 1
     assert count_of_rows(missing[[2, 1]], 0).tolist() == [3, 0], "unless there is no other"
+
+
+@pytest.mark.parametrize("one", [torch.tensor(1.0), torch.tensor([1.0])])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_single_number_that_is_one_is_taken_for_no_mask(one, seed):
+    """A temperature, a weight of a term or a count that is 0 would be another model's."""
+    _, found = sampled([missing_in(9), one], [0, None], (1, 3), WHOLE, seed)
+    assert found.shape == one.shape and float(found) > 0

@@ -73,3 +73,15 @@ def test_who_counts_operations_counts_those_of_the_model(schedule):
     with FlopCounterMode(display=False) as wanted:
         model(x).sum().backward()
     assert found.get_total_flops() == wanted.get_total_flops()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_on_the_model_itself_are_not_called_which_is_said(later):
+    """They would have changed the loss without a word."""
+    model, x = MLP(), torch.randn(6, 12)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, loss_fn=lambda o, _: o.sum()) as pipe:
+        if later:
+            pipe.step(x)
+        model.register_forward_hook(lambda module, args, output: 2 * output)
+        with pytest.warns(UserWarning, match=r"hooks on MLP itself are not called in pipe\.step"):
+            pipe.step(x)

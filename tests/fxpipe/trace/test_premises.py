@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
+from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -65,6 +68,151 @@ def test_a_change_is_seen_at_the_next_call_and_step(change, tracer):
             pipe.step(X, target=torch.zeros(4, 12)), F.mse_loss(model(X), torch.zeros(4, 12))
         )
         assert len(pipe.all_guards) == 2
+
+
+class Called(nn.Module):
+    """Computes by methods, of its own and of a module that fx traces through."""
+
+    factors: ClassVar = {"x": 1.0}
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.inner = MLP(), nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+
+    @staticmethod
+    def first(x):
+        return 2 * x
+
+    @classmethod
+    def second(cls, x):
+        return 3 * x
+
+    def third(self, x):
+        return self.second(self.first(x)) * self.factors["x"]
+
+    def forward(self, x):
+        return self.third(self.inner(self.mlp(x)))
+
+
+class Negated(Called):
+    def third(self, x):
+        return -super().third(x)
+
+
+class Halved(nn.Tanh):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, patch: setattr(model, "forward", lambda x: -model.mlp(x)),
+        lambda model, patch: setattr(model.mlp, "forward", lambda x: -x),
+        lambda model, patch: setattr(model.inner, "forward", lambda x: -x),
+        lambda model, patch: setattr(model.inner[1], "forward", lambda x: -x),
+        lambda model, patch: setattr(model, "third", lambda x: -x),
+        lambda model, patch: setattr(model, "first", lambda x: -x),
+        lambda model, patch: setattr(model, "__class__", Negated),
+        lambda model, patch: setattr(model.inner[1], "__class__", Halved),
+        lambda model, patch: patch(Called, "forward", lambda self, x: -self.mlp(x)),
+        lambda model, patch: patch(Called, "third", lambda self, x: -x),
+        lambda model, patch: patch(Called, "second", classmethod(lambda cls, x: -x)),
+        lambda model, patch: patch(nn.Tanh, "forward", lambda self, x: -x),
+        lambda model, patch: patch(Called, "factors", {"x": 5.0}),
+        lambda model, patch: patch(Called, "factors", {"x": 1.0}) or model.factors.update(x=7.0),
+    ],
+    ids=[
+        *("forward", "forward of a part", "of a container", "of a layer"),
+        *("method", "static method", "class", "class of a layer"),
+        *("forward of the class", "method of the class", "class method", "forward of PyTorch's"),
+        *("container of the class", "in a container of the class"),
+    ],
+)
+def test_other_code_is_seen_at_the_next_call(change, tracer, monkeypatch):
+    model = Called()
+    with compiled(model, tracer=tracer) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        change(model, monkeypatch.setattr)
+        torch.testing.assert_close(pipe(X), model(X))
+        pipe(X)
+        assert len(pipe.compilations) <= 2
+
+
+def test_methods_are_no_attributes_in_the_words_of_guards():
+    model = Called()
+    with compiled(model, tracer="symbolic") as pipe:
+        pipe(X)
+        assert pipe.guards.attributes["factors"] == "{'x': 1.0}"
+        assert not {"forward", "third", "inner.forward"} & pipe.guards.attributes.keys()
+        model.third = lambda x: -x
+        assert pipe.guards.failure(X) == "the method third has been replaced"
+
+
+class Scale:
+    """An object that is called like a function."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+    @property
+    def half(self):
+        return self.factor / 2
+
+
+class Third(Scale):
+    @property
+    def half(self):
+        return self.factor / 3
+
+
+class Calling(MLP):
+    """Computes by objects that hold numbers: one is called, one is in a closure, and so on."""
+
+    def __init__(self):
+        super().__init__()
+        factors = [2.0]
+        self.called, self.of_method, self.asked = Scale(2.0), Scale(2.0), Scale(2.0)
+        self.method = self.of_method.__call__
+        self.factors, self.closed = factors, lambda x: x * factors[0]
+        self.bound, self.queue = functools.partial(Scale(2.0)), deque([2.0, 3.0])
+
+    @property
+    def first(self):
+        return self.queue[0]
+
+    def forward(self, x):
+        x = self.method(self.called(super().forward(x)))
+        return self.bound(self.closed(x)) * self.first + self.asked.half
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, patch: setattr(model.called, "factor", 5.0),
+        lambda model, patch: setattr(model.of_method, "factor", 5.0),
+        lambda model, patch: setattr(model.asked, "__class__", Third),
+        lambda model, patch: model.factors.__setitem__(0, 5.0),
+        lambda model, patch: setattr(model.bound.func, "factor", 5.0),
+        lambda model, patch: model.queue.rotate(1),
+        lambda model, patch: patch(Calling, "first", property(lambda self: 5.0)),
+    ],
+    ids=["called", "of a method", "class", "closure", "partial", "queue", "property"],
+)
+def test_what_an_object_computes_with_is_compared_also_if_it_is_called(change, tracer, monkeypatch):
+    model = Calling()
+    with compiled(model, tracer=tracer) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        pipe(X)
+        assert len(pipe.compilations) == 1
+        change(model, monkeypatch.setattr)
+        torch.testing.assert_close(pipe(X), model(X))
+        assert len(pipe.compilations) == 2
 
 
 class InSlots:

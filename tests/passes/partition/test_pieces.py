@@ -161,3 +161,5 @@ def test_where_there_are_too_few_pieces_the_largest_is_named():
     assert "'part' (Hooked, test_pieces.py, line " in text
     assert "of the time in one piece (a module with hooks is called as a whole; put the " in text
     assert text.endswith("give 3 devices, or fewer")
+    with pytest.raises(PartitionError, match=r"give 1 device$"):
+        said(nn.Sequential(nn.Linear(8, 8)), TWO)
