@@ -275,6 +275,8 @@ class Staging(ABC):
         for chunks in several:
             try:
                 return compiled(chunks)
+            except AnotherStrategy:
+                raise
             except Exception as error:  # "itself" is said of a micro-batch here
                 if not (is_itself(error) or is_the_models(error)):
                     raise

@@ -39,10 +39,10 @@ class Ties:
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
-            (module, vars(module)[kind])
+            (module, table)
             for module in model.modules()
-            for kind in _TABLES
-            if vars(module).get(kind)  # a module of TorchScript has no tables of its own
+            for table in map(vars(module).get, _TABLES)
+            if table and isinstance(table, dict)  # TorchScript has tables of another kind
         ]
         self._values = [table.values for _, table in self._tables]
         self._count = self._distinct()

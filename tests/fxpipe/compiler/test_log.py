@@ -55,7 +55,12 @@ def test_each_compilation_is_logged_with_its_reason_its_guards_and_the_cut(caplo
 def test_a_search_for_the_fastest_setting_is_logged_as_it_goes_on(caplog):
     with caplog.at_level(logging.INFO, "fxpipe.plan"):
         fxpipe.compile(
-            MLP(), ["cpu"] * 2, schedule="auto", chunks=4, example_inputs=(torch.ones(8, 12),)
+            MLP(),
+            ["cpu"] * 2,
+            schedule="auto",
+            chunks=4,
+            loss_fn=nn.functional.mse_loss,
+            example_inputs=(torch.ones(8, 12),),
         ).close()
     first, *tried = [r.getMessage() for r in caplog.records if r.name == "fxpipe.plan"]
     assert first.startswith("the fastest of 7 settings is searched for by prediction: gpipe, 1f1b,")
