@@ -365,7 +365,6 @@ class Staging(ABC):
             )
         refuse_leaked(self.model, prepared.reads, prepared.traced.graph_module)
         reads = twin.reads(prepared.reads)
-        premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         traced = prepared.traced
         self._refused = traced.refused_sizes
         returned = taken_for_loss(traced.graph_module.graph, traced.rebuild)
@@ -381,6 +380,7 @@ class Staging(ABC):
             prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
             prepared.traced.settled = twin.settled(prepared.traced.settled)
             twin.learned()
+        premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         with phase("place", quiet=True):
             homes = place(self.model, stage_graph, options.devices)
         # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.

@@ -58,7 +58,9 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
         return drawing
     model, tensors = example.model, reference.tensors
     later, lasting = _later_states(example, tensors, changed)
-    matters = _that_matter(example, reference, list(changed), later)
+    # What has once been found to matter does so: with the state of now, it may be hard to see.
+    known = [unit for unit in changed if unit[0] in STATEFUL]
+    matters = dict.fromkeys([*known, *_that_matter(example, reference, list(changed), later)])
     names = {module: name for name, module in model.named_modules()}
     whole = dict(drawing)
     for module, name in matters:
