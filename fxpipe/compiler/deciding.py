@@ -24,7 +24,7 @@ from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.errors import AnotherStrategy, is_itself, is_the_models
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
-from fxpipe.planning.loss import ExpectedLoss, SavedByLoss, is_loss, taken_for_loss
+from fxpipe.planning.loss import ExpectedLoss, SavedByLoss, has_loss
 from fxpipe.planning.question import CostSettings, costed
 from fxpipe.planning.search import Choice, Left, SettingSearch
 from passes import Pass
@@ -72,8 +72,8 @@ def decided(
         if is_said or is_the_models(error):
             return str(error)
         raise
-    found = taken_for_loss(prices.sketched.graph, prices.rebuild)
-    prices = replace(prices, has_loss=options.loss_fn is not None or is_loss(found, rows))
+    returned = prices.sketched.graph, prices.rebuild
+    prices = replace(prices, has_loss=has_loss(options.loss_fn, *returned, rows))
     names = tuple(map(str, options.lanes))
     loss: SavedByLoss | str | None = None
     is_limited = any(limit is not None for limit in memory)

@@ -249,7 +249,7 @@ class Target:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The mini-batch of a training step."""
+    """What a training step is called with: the inputs of the model, and the target beside them."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     """The arguments of the model, positional and named ones."""

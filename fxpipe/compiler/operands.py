@@ -50,7 +50,7 @@ def _parts(node: fx.Node, places: dict[fx.Node, int]) -> tuple[list[Any], Any]:
 
 
 class _At(int):
-    """The place of a node in its graph."""
+    """The place of a node in its graph: equal places stand for the same node of two graphs."""
 
 
 def _are_numbers(*values: Any) -> bool:

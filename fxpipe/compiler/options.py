@@ -184,7 +184,7 @@ class Options:
             )
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache is {self.cache!r}: give the path of a folder")
-        if self.loss_weight in (tokens, observed):
+        if self.loss_weight is tokens or self.loss_weight is observed:
             name = self.loss_weight.__name__
             given = f"ignore_index={IGNORED}" if self.loss_weight is tokens else ""
             raise TypeError(

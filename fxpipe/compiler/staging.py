@@ -56,9 +56,8 @@ from fxpipe.planning.loss import (
     NO_TARGET,
     ExpectedLoss,
     SavedByLoss,
-    is_loss,
+    has_loss,
     loss_seconds,
-    taken_for_loss,
 )
 from fxpipe.planning.loss_timer import MeasuredLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied, sketch
@@ -277,7 +276,8 @@ class Staging(ABC):
                 return compiled(chunks)
             except AnotherStrategy:
                 raise
-            except Exception as error:  # "itself" is said of a micro-batch here
+            except Exception as error:
+                # The model may refuse so few rows, ahead of the trace (``is_itself``) or in it.
                 if not (is_itself(error) or is_the_models(error)):
                     raise
         return compiled(one)
@@ -307,7 +307,7 @@ class Staging(ABC):
     def _of_parts_of_lists(
         self, twin: Twin, meaning: Meaning, listed: Listed, call: GuardedCall, chunks: int
     ) -> Mode:
-        """A mode for so many parts of lists."""
+        """A mode for lists that are cut into so many parts of one length, each a micro-batch."""
         if text := self._of_fewer_lists(listed, chunks):
             warn(text)
             meaning = replace(meaning, notes=[*meaning.notes, text])
@@ -367,9 +367,9 @@ class Staging(ABC):
         reads = twin.reads(prepared.reads)
         traced = prepared.traced
         self._refused = traced.refused_sizes
-        returned = taken_for_loss(traced.graph_module.graph, traced.rebuild)
+        returned = traced.graph_module.graph, traced.rebuild
         rows = batch if chunks is None else (batch or 0) // chunks
-        self._has_loss = options.loss_fn is not None or is_loss(returned, rows)
+        self._has_loss = has_loss(options.loss_fn, *returned, rows)
         self._expected_loss = self._loss_of(traced, batch, chunks)
         give_back()  # what the trace has freed: the cut and the stages take memory of their own
         as_cut = prepared.cut()
@@ -600,8 +600,8 @@ class Staging(ABC):
         limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):
             ways_out = partial(self._ways_out, context, inputs)
-            has_loss, loss = lambda: self._has_loss, self._saved_by_loss
-            return Fitting(options, limits, context, ways_out, self.layout, has_loss, loss)
+            known = lambda: self._has_loss, self._saved_by_loss
+            return Fitting(options, limits, context, ways_out, self.layout, *known)
         chunks = context.traced_chunks or context.chunks
         cut = passes.Partition(
             len(options.devices),

@@ -241,6 +241,14 @@ def taken_for_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> Any:
     return own_loss(rebuild(output_of(graph)))
 
 
+def has_loss(
+    loss_fn: Any, graph: fx.Graph, rebuild: Callable[[Any], Any], rows: int | None
+) -> bool:
+    """Whether a training step has a loss: by a ``loss_fn``, or since the model returns what can be
+    one, for so many rows. ``rebuild`` is as for :class:`ExpectedLoss`."""
+    return loss_fn is not None or is_loss(taken_for_loss(graph, rebuild), rows)
+
+
 def is_loss(found: Any, rows: int | None) -> bool:
     """Whether what is taken for the loss can be one, as far as its shape tells: a scalar, or a loss
     for each of so many rows, as it is where each micro-batch has one row."""

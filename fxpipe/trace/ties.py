@@ -30,7 +30,7 @@ class TensorName(NamedTuple):
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor that has this name now."""
+        """The parameter or buffer that has this name now; None if there is none."""
         return self.table.get(self.name)
 
 

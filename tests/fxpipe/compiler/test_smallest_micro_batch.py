@@ -36,6 +36,17 @@ class InGroups(nn.Module):
         return self.b(grouped).view(-1, 4)
 
 
+def calls_as_the_loop(pipe, model, x, chunks):
+    """A call, with its backward, gives what a loop over so many micro-batches gives."""
+    reference = copy.deepcopy(model)
+    output = pipe(x)
+    torch.sin(output).sum().backward()
+    assert pipe.chunks == chunks
+    expected = loop(reference, (x,), chunks)
+    assert same([output.detach(), gradients(model)], list(expected))
+    assert same(list(model.buffers()), list(reference.buffers()))
+
+
 @pytest.mark.parametrize("first", [16, 9, 3, 2])
 @pytest.mark.parametrize("batch, chunks", [(16, 8), (9, 4), (5, 2), (3, 1), (2, 1)])
 def test_no_micro_batch_is_smaller_than_the_model_takes(batch, chunks, first):
@@ -43,13 +54,7 @@ def test_no_micro_batch_is_smaller_than_the_model_takes(batch, chunks, first):
     with fxpipe.compile(
         model, ["cpu"] * 2, chunks=8, example_inputs=(torch.randn(first, 4),)
     ) as pipe:
-        reference = copy.deepcopy(model)
-        output = pipe(x)
-        torch.sin(output).sum().backward()
-        assert pipe.chunks == chunks
-    expected = loop(reference, (x,), chunks)
-    assert same([output.detach(), gradients(model)], list(expected))
-    assert same(list(model.buffers()), list(reference.buffers()))
+        calls_as_the_loop(pipe, model, x, chunks)
 
 
 class Listing(Normed):
@@ -73,13 +78,7 @@ class Siamese(Normed):
 def test_micro_batches_of_one_size_are_no_smaller_either(kind, batch, chunks):
     model, x = kind(), torch.randn(batch, 4)
     with fxpipe.compile(model, ["cpu"] * 2, chunks=8, check="warn") as pipe:
-        reference = copy.deepcopy(model)
-        output = pipe(x)
-        torch.sin(output).sum().backward()
-        assert pipe.chunks == chunks
-    expected = loop(reference, (x,), chunks)
-    assert same([output.detach(), gradients(model)], list(expected))
-    assert same(list(model.buffers()), list(reference.buffers()))
+        calls_as_the_loop(pipe, model, x, chunks)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
