@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
 Node = Any
 """A node of an autograd graph: ``tensor.grad_fn``, or the accumulation into a leaf, which has the
 leaf as its ``variable``."""
@@ -12,6 +16,17 @@ leaf as its ``variable``."""
 
 Edge = tuple[Node | None, int]
 """The node that a gradient goes to, None if it goes nowhere, and the gradient's number there."""
+
+
+_ACCUMULATION = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf into whose ``.grad`` a node accumulates; None for any other node.
+
+    It is told by the node's type: an autograd function of the user's may have a ``variable``, too.
+    """
+    return node.variable if type(node) is _ACCUMULATION else None
 
 
 def next_edges(node: Node) -> Sequence[Edge]:

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fxpipe.ir._torch import gradient_hooks, results_of, sequence_number
-from fxpipe.ir.autograd import next_edges, reached
+from fxpipe.ir.autograd import leaf_of, next_edges, reached
 
 Penalty = tuple[Tensor, Tensor]
 """A parameter, and the gradient that the loss has for it directly, not through the model's output.
@@ -36,7 +36,7 @@ def leaves_of(values: Iterable[Any]) -> list[Tensor]:
     alone determines."""
     made = [v.node if isinstance(v, GradientEdge) else getattr(v, "grad_fn", None) for v in values]
     starts = [node for node in made if node is not None]
-    return [node.variable for node in reached(starts) if hasattr(node, "variable")]
+    return [leaf for node in reached(starts) if (leaf := leaf_of(node)) is not None]
 
 
 def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:
@@ -88,7 +88,7 @@ def _past_hooks(value: Tensor, grad: Tensor, parameter: Tensor) -> Tensor | None
     uses = [
         node
         for node in reached([value.grad_fn])
-        if any(getattr(each, "variable", None) is parameter for each, _ in next_edges(node))
+        if any(leaf_of(each) is parameter for each, _ in next_edges(node))
     ]
     total: Tensor | None = None
     for node in sorted(uses, key=sequence_number, reverse=True):
@@ -100,6 +100,6 @@ def _past_hooks(value: Tensor, grad: Tensor, parameter: Tensor) -> Tensor | None
             given = call(*of_results)
         given = given if isinstance(given, tuple) else (given,)
         for term, (each, _) in zip(given, next_edges(node), strict=True):
-            if getattr(each, "variable", None) is parameter and term is not None:
+            if leaf_of(each) is parameter and term is not None:
                 total = term if total is None else total + term
     return total

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fxpipe.ir._torch import gradient_kinds, viewed
-from fxpipe.ir.autograd import Edge, Node, next_edges, reached
+from fxpipe.ir.autograd import Edge, Node, leaf_of, next_edges, reached
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.progress import phase
 from fxpipe.ir.tensors import own_part
@@ -183,10 +183,8 @@ def _kind(node: Node) -> Hashable:
 def _leaf(node: Node, places: Mapping[int, Hashable]) -> Hashable:
     """What stands for the leaf that a node accumulates gradients into: its place among the inputs,
     or else its id; None for all other nodes."""
-    if not hasattr(type(node), "variable"):
-        return None
-    leaf = id(node.variable)
-    return places.get(leaf, leaf)
+    leaf = leaf_of(node)
+    return None if leaf is None else places.get(id(leaf), id(leaf))
 
 
 def _hands_on(node: Node) -> bool:
@@ -364,7 +362,7 @@ def projections(
 
     with ExitStack() as hooks:
         for node in reached(get_gradient_edge(output).node for output in outputs):
-            ends = [getattr(end, "variable", None) for end, _ in next_edges(node)]
+            ends = [leaf_of(end) for end, _ in next_edges(node)]
             places = {i: names[id(end)] for i, end in enumerate(ends) if id(end) in names}
             if places:
                 hooks.callback(node.register_hook(partial(take, places)).remove)

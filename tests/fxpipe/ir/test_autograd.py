@@ -1,8 +1,9 @@
 """The walk over an autograd graph visits each node once."""
 
 import torch
+from torch import Tensor
 
-from fxpipe.ir.autograd import reached
+from fxpipe.ir.autograd import leaf_of, reached
 
 
 def test_each_node_is_visited_once_and_those_nearer_to_the_results_first():
@@ -21,3 +22,24 @@ def test_a_long_chain_needs_no_recursion():
         y = y + 1
     *_, last = reached([y.grad_fn])
     assert last.variable is x
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies, and keeps the factor under a name that nodes of leaves have, too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.variable = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor = ctx.saved_tensors
+        return grad * factor, grad * x
+
+
+def test_only_the_node_that_accumulates_into_a_leaf_is_the_leafs():
+    x, factor = (torch.ones(2, requires_grad=True) for _ in range(2))
+    nodes = reached([Scaled.apply(x, factor).grad_fn])
+    assert [leaf_of(node) for node in nodes] == [None, x, factor]

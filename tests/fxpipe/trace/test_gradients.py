@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe.trace import TraceError, gradients, trace
-from fxpipe.trace.gradients import history_of, projections, without_saved_tensors
+from fxpipe.trace.gradients import _projected, history_of, projections, without_saved_tensors
+from tests.fxpipe.ir.test_autograd import Scaled
 from tests.fxpipe.trace.small import x
 
 
@@ -192,6 +193,14 @@ def test_projections_are_those_of_the_gradients_that_a_backward_accumulates() ->
         (expected,) = projections([leaf], [gradient], {name: leaf}).values()
         assert number is not None and expected is not None
         assert number.numbers == pytest.approx(expected.numbers, rel=1e-4)
+
+
+def test_a_function_that_keeps_a_parameter_hands_its_gradient_on_all_the_same() -> None:
+    before, factor = (torch.randn(3, requires_grad=True) for _ in range(2))
+    output = Scaled.apply(before * 2, factor) * 3
+    found = projections([output], [torch.ones(3)], {"before": before, "factor": factor})
+    assert found["before"] == _projected(6 * factor.detach())
+    assert found["factor"] == _projected(6 * before.detach())
 
 
 def test_gradients_of_a_tied_weight_are_not_added_up_in_memory() -> None:
