@@ -18,7 +18,7 @@ Edge = tuple[Node | None, int]
 """The node that a gradient goes to, None if it goes nowhere, and the gradient's number there."""
 
 
-_ACCUMULATION = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+_ACCUMULATION: Any = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
 
 def leaf_of(node: Node) -> Tensor | None:
