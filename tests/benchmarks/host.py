@@ -3,6 +3,7 @@
 ::
 
     python -m tests.benchmarks.host
+    python -m tests.benchmarks.host --one-core          # without what waking threads costs
     python -m tests.benchmarks.host --dropout           # each stage draws random numbers, too
     python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
     python -m tests.benchmarks.host --device cuda:0     # all lanes on one GPU
@@ -11,15 +12,21 @@ Each stage is one small linear layer, so that hardly anything is computed. The t
 training step takes longer than a plain loop over the micro-batches is spent in Python and in
 PyTorch's own bookkeeping. It is given in CPU microseconds (of all threads) for one stage and one
 micro-batch, forward and backward. Since all lanes of a process share one interpreter, a stage on an
-accelerator cannot take less than this. torch.distributed.pipelining runs in one rank with one
-stage, so nothing is sent; torchgpipe is measured if it is installed (pip install --no-deps
-torchgpipe==0.0.7).
+accelerator cannot take less than this.
+
+On several cores, lanes with so little to do want the interpreter at the same time: they take it
+from each other at each operator, and have to be woken each time, which on some machines takes
+longer than the Python of a stage. ``--one-core`` keeps all threads on one core, without that.
+
+torch.distributed.pipelining runs in one rank with one stage, so nothing is sent; torchgpipe is
+measured if it is installed (pip install --no-deps torchgpipe==0.0.7).
 """
 
 from __future__ import annotations
 
 import cProfile
 import itertools
+import os
 import pstats
 import tempfile
 import time
@@ -149,10 +156,15 @@ def profile(run: Run, times: int, lines: int) -> None:
 @click.option("--stages", default="1,2,4", show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--dropout", "draws", is_flag=True, help="Behind the linear layer of each stage.")
+@click.option("--one-core", is_flag=True, help="Keep all threads on one core (Linux).")
 @click.option("--device", default="cpu", show_default=True, help="All lanes are on this one.")
 @click.option("--profile", "profiled", help="Where the time of this run goes: 1f1b, pipe(x), ...")
-def main(stages: str, rounds: int, draws: bool, device: str, profiled: str | None) -> None:
+def main(
+    stages: str, rounds: int, draws: bool, one_core: bool, device: str, profiled: str | None
+) -> None:
     torch.set_num_threads(1)
+    if one_core:  # threads that are started from now on inherit it
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     place = torch.device(device)
     x, target = (torch.randn(CHUNKS * 2, WIDTH, device=place) for _ in range(2))
     wait = partial(torch.accelerator.synchronize, place) if has_streams(place) else lambda: None
