@@ -51,7 +51,7 @@ from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
 from fxpipe.trace import canonical, to_be_compared
-from fxpipe.trace.patches import quiet
+from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
 
@@ -219,7 +219,7 @@ class Compiler(LaterChecks):
         name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
-        with compiling(), quiet():
+        with compiling(), quiet(), prints():
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
             with self._nothing_open(inputs):
                 with phase("key", quiet=True):

@@ -52,7 +52,7 @@ from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
 from fxpipe.runtime.microbatch import SUM, WEIGHTED
 from fxpipe.trace import canonical
-from fxpipe.trace.patches import quiet
+from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
 
@@ -173,7 +173,7 @@ class LaterChecks(Staging):
         """A context in which a twin of the model can run on the inputs of a call: the twin, and the
         inputs as it takes them."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
-        with compiling(), quiet():
+        with compiling(), quiet(), prints():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
             with self._where_it_runs(model, Structure.of((some, named))[0]):

@@ -42,6 +42,7 @@ from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace import untouched
 from fxpipe.trace.errors import sentence
+from fxpipe.trace.patches import prints
 from passes.common.fakes import fake_mode
 from passes.cost.load import Counting, Load
 
@@ -157,6 +158,7 @@ class ExpectedLoss:
     rebuild: Callable[[Any], Any]
     rows: tuple[int, int] = (0, 0)
 
+    @prints()
     def saved(self, graph: fx.Graph) -> SavedByLoss | str:
         """What the loss saves, given the output of a model graph; or in words why that is not
         known. The function runs on fake tensors, which have no values: it may need some."""

@@ -33,6 +33,7 @@ from fxpipe.planning.loss import ExpectedLoss, SavedByLoss, output_of
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.runtime.random import RandomState
 from fxpipe.trace import untouched
+from fxpipe.trace.patches import prints
 from passes.cost.measured import intra_op_threads
 from passes.cost.timer import timer_of
 
@@ -58,6 +59,7 @@ class MeasuredLoss:
     spec: DeviceSpec
     threads: int | None = None
 
+    @prints()
     def __call__(self, saved: SavedByLoss, graph: fx.Graph) -> SavedByLoss:
         """What is known of the loss of a model graph, with how many times as long as estimated it
         takes. Nothing of that is known of a loss that does not run on this output: its time is the

@@ -30,6 +30,7 @@ from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, Traced, canonical, trace, untouched
+from fxpipe.trace.patches import prints
 from passes.chain import Chain, ToStages, default_chain, run
 from passes.common import modes
 from passes.common.modes import Modes, milder
@@ -145,6 +146,7 @@ class CostSettings:
     optimizer_update: Update = ADAMS_UPDATE
 
 
+@prints()
 def costed(
     model: nn.Module,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],

@@ -190,9 +190,9 @@ def _warn_of_prints(model: nn.Module, traced: Traced) -> None:
     """Say that the model has lines that print, which the graph does not have."""
     if traced.prints:
         warn(
-            f"{type(model).__name__} prints within its forward (at {traced.prints[0]}): it does so "
-            "while it is compiled, and not when the pipeline runs, which computes what was traced. "
-            "To see a value in each step, let the model return it."
+            f"{type(model).__name__} prints within its forward (at {traced.prints[0]}), which a "
+            "pipeline does not: it computes what was traced. To see a value in each step, let the "
+            "model return it."
         )
 
 

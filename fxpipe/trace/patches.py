@@ -35,7 +35,7 @@ The table has the attribute that is patched, the function that patches it, and t
     nn.Module._call_impl                as_on_one_device  the same for modules in TorchScript
     autograd._engine_run_backward       as_on_one_device  so that a backward is in its mode, too
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
-    builtins.print                      prints            to see what a pipeline will not print
+    builtins.print                      prints            to see, and drop, what the model prints
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ class _Stderr:
 @contextmanager
 def prints() -> Iterator[list[str]]:
     """Yields the lines of the model at which it prints inside the ``with`` block, in a list that
-    grows. What it prints there is dropped: it is told of symbols, or of tensors without values."""
+    grows. What it prints there is dropped: it is told of symbols, of tensors without values, or of
+    the samples of a check, which are none of its calls."""
     lines: list[str] = []
 
     def replace(original: Callable[..., None]) -> Callable[..., None]:
