@@ -12,7 +12,7 @@ Each call of a module is a module of its own here, if a model calls one several 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from torch import fx
 
 from passes.common.names import calls_of
 from passes.partition.cut.contract import contracted, grouped
-from passes.partition.cut.dag import Dag, Unit
+from passes.partition.cut.dag import Dag, Unit, Value
 from passes.partition.problem import CutProblem, PartitionError
 
 
@@ -32,7 +32,7 @@ def between_modules(problem: CutProblem) -> Iterator[tuple[Dag, list[int]]]:
     units, each of which outweighs all bytes that can be sent.
     """
     stacks = [tuple(key for key, _ in calls_of(node)) for node in problem.work]
-    most = 1.0 + 2 * sum(v.size * len(v.users) for v in problem.dag.values)
+    most = outweighing(problem.dag.values)
     last = 0
     for depth in range(1, 1 + max(map(len, stacks), default=0)):
         small, home = contracted(
@@ -41,6 +41,11 @@ def between_modules(problem: CutProblem) -> Iterator[tuple[Dag, list[int]]]:
         if last < small.size < problem.dag.size:
             yield _with_units(small, problem, stacks, depth, home, most), home
         last = small.size
+
+
+def outweighing(values: Iterable[Value]) -> float:
+    """A number of bytes that is more than all that any cut sends of these values."""
+    return 1.0 + 2 * sum(value.size * len(value.users) for value in values)
 
 
 def _members(

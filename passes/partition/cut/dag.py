@@ -182,6 +182,10 @@ class Machine:
         host: ``[k]``: the seconds that a byte takes to the host's memory, or back, over links that
             are used for nothing else. None: no time.
         more: ``[k]``: the seconds that a stage takes beside those of its nodes. None: none.
+        idle_below: a stage that takes fewer seconds than these, when it computes nothing twice, has
+            next to nothing to do.
+        idle_penalty: where cuts are compared that are equally fast, each such stage counts as so
+            many bytes more that are sent.
     """
 
     stages: int
@@ -192,6 +196,8 @@ class Machine:
     apart: Floats | None = None
     host: Floats | None = None
     more: Floats | None = None
+    idle_below: float = 0.0
+    idle_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         k = self.stages
@@ -278,7 +284,8 @@ class Prices:
     needed: Floats  # ``[ways, k]``: bytes, for each way that a stage may go
     way: tuple[int, ...]  # the number of the machine's way that each stage goes
     sent: float  # bytes of all hops in the forward
-    penalty: float = 0.0  # of all units, for each stage that has a part of them
+    penalty: float = 0.0  # of all units, for each stage that has a part of them; of idle stages
+    idle: int = 0  # how many stages have next to nothing to do
 
     @property
     def dislike(self) -> float:
@@ -349,8 +356,9 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     fastest, smallest = np.where(has_room, takes, np.inf).argmin(axis=0), needed.argmin(axis=0)
     way = np.where(has_room.any(axis=0), fastest, smallest)
     compute, memory = takes[way, range(k)], needed[way, range(k)]
-    penalty = 0.0
+    idle = int((once < machine.idle_below).sum())
+    penalty = idle * machine.idle_penalty
     for unit in dag.units:
         penalty += unit.penalty * len({labels[node] for node in unit.nodes} - {OUTSIDE})
     times = np.maximum(compute, link)
-    return Prices(compute, link, times, memory, needed, tuple(way.tolist()), sent, penalty)
+    return Prices(compute, link, times, memory, needed, tuple(way.tolist()), sent, penalty, idle)

@@ -78,7 +78,8 @@ class Search:
         self.forward = self.bits @ self.dag.forward.T  # [downset, row]
         self.again = self.bits @ self.dag.again.T
         rows = [s % len(self.dag.seconds) for s in range(self.machine.stages)]
-        self.least = self.bits @ (self.fastest - self.dag.seconds[rows]).T  # of what is run again
+        self.once = self.bits @ self.dag.seconds[rows].T  # [downset, stage]
+        self.least = self.weights - self.once  # of what is run again
         self.fixed, self.saved = self.bits @ self.dag.fixed, self.bits @ self.dag.saved
         self.products = self.bits @ self.dag.products
         self.count = self.family.sum(axis=1)
@@ -256,10 +257,15 @@ class Search:
         total: Floats = waits @ (self._comes(then, columns) * each).T
         return total
 
-    def _disliked(self, first: Ints, then: Ints) -> Floats:
+    def _disliked(self, stage: int, first: Ints, then: Ints) -> Floats:
         """By what cuts are compared that are equally fast: the bytes that a stage between two
-        downsets receives, and the penalties of the units of which it has a part."""
+        downsets receives, the penalties of the units of which it has a part, and that of having
+        next to nothing to do."""
         total = self._sent(first, then)
+        if self.machine.idle_penalty:
+            seconds = self.once[then, stage][None, :] - self.once[first, stage][:, None]
+            is_idle = seconds + self.more[stage] < self.machine.idle_below
+            total = total + self.machine.idle_penalty * is_idle
         if len(self.part):
             waits = self.parts[first][:, self.unit] == self.part
             begun = np.flatnonzero(waits.any(axis=0))
@@ -380,7 +386,7 @@ class Search:
                     continue
                 after = best[stage + 1][columns][None, :]
                 if by_bytes:
-                    value = self._disliked(first[rows], then[columns])
+                    value = self._disliked(stage, first[rows], then[columns])
                     value += after
                     value[~can] = np.inf
                 else:
@@ -451,7 +457,7 @@ class _Descent:
         times, can = search._between(s, first, then, self.limit)
         after = self.to_go[s + 1]
         if self.by_bytes:
-            value = so_far + search._disliked(first, then)[0] + after
+            value = so_far + search._disliked(s, first, then)[0] + after
         else:
             value = np.maximum(np.maximum(times[0], after), so_far)
         value = np.where(can[0], value, np.inf)

@@ -38,6 +38,16 @@ class Model(nn.Module):
         return x
 
 
+class Tailed(Model):
+    """With two operations at its end, between which less travels than between blocks."""
+
+    def __init__(self):
+        super().__init__(2)
+
+    def forward(self, x):
+        return super().forward(x).sum(1).relu()
+
+
 def cut(model, stages, spec=None, seconds=None, of=1.0):
     """The names of the stages, where each node takes ``of`` seconds unless ``seconds`` has it."""
     gm = AnalyticCost()(Alias((torch.ones(4, 6),))(fx.symbolic_trace(model)))
@@ -52,6 +62,13 @@ def test_a_cut_between_modules_is_taken_that_is_nearly_as_fast():
     stages, gm = cut(Model(4), 2, seconds={"stem": 0.1})
     assert stages == ["stem, blocks.0 to 1", "blocks.2 to 3"]
     assert gm.meta["gap"] <= 0.02
+
+
+def test_no_stage_is_left_with_next_to_nothing_to_do():
+    # The stem takes so long that all cuts behind it are equally fast. The one that sends least is
+    # that ahead of the last node, which takes no time.
+    stages, _ = cut(Tailed(), 3, seconds={"stem": 100.0, "relu": 0.0})
+    assert stages == ["stem", "blocks.0", "blocks.1, .sum"]
 
 
 def test_with_no_slack_the_fastest_cut_is_taken_through_whatever_it_goes():

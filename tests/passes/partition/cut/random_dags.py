@@ -98,6 +98,9 @@ def random_case(rng: random.Random) -> Case:
     pins = {rng.randrange(n): rng.randrange(k)} if rng.random() < 0.15 else {}
     if rng.random() < 0.3:
         options["more"] = random_more(rng, k)
+    if rng.random() < 0.3:
+        options["idle_below"] = rng.choice([1.0, 2.0, 5.0])
+        options["idle_penalty"] = rng.choice([3.0, 1000.0])
     return Case(dag, Machine(k, **options), pins)
 
 
@@ -158,6 +161,7 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
             at = target
     for unit in dag.units:
         sent += unit.penalty * len({labels[node] for node in unit.nodes})
+    sent += m.idle_penalty * sum(m.more[s] + seconds[s] < m.idle_below for s in range(k))
     slowest, fits = 0.0, True
     for s in range(k):
         room = [
