@@ -101,9 +101,12 @@ class _SymbolicTracer(fx.Tracer):
         A module with hooks becomes one node, so that its hooks are called with it; hooks that
         record what the model gives are called during the trace instead. So does a module that
         changes a state of its own, and so do PyTorch's modules, except ``nn.Sequential`` and
-        transformers: one may want to cut between their layers.
+        transformers: one may want to cut between their layers. A module that has a tensor as a
+        plain attribute (a layer whose weight has been replaced by one) is looked into, too, since
+        such a tensor is none of the parameters and buffers that a node of a module has.
         """
         is_whole = super().is_leaf_module(m, module_qualified_name)
+        is_whole &= not any(isinstance(value, Tensor) for value in vars(m).values())
         if has_hooks(m):  # ``untouched`` has left only hooks that record what the model gives
             return False
         is_kept = m in self.watched or m in self.example.whole

@@ -428,6 +428,21 @@ def test_a_tensor_that_is_no_buffer_may_be_replaced_and_written_to(tracer):
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_the_weight_of_a_layer_may_be_a_tensor_that_is_no_parameter(tracer):
+    layer = nn.Linear(12, 12)
+    weight = layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = weight
+    model = nn.Sequential(nn.Linear(12, 12), layer, nn.Linear(12, 5))
+    with compiled(model, tracer=tracer) as pipe:
+        agree_on_outputs_and_gradients(pipe, model)
+        weight.mul_(2)
+        agree_on_outputs_and_gradients(pipe, model)
+        layer.weight = torch.ones(12, 12)
+        agree_on_outputs_and_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
 def test_a_graph_that_serves_for_an_equal_tensor_reads_the_one_that_the_model_has(tracer):
     part = Scaled()
     model = nn.Sequential(part, nn.Linear(12, 5))
