@@ -15,7 +15,10 @@ as they were, and computes the rest anew. Which operators count as products is d
 
 A result to which something has been written since (by ``relu_``, say) is not what the product gave:
 it is not kept, and the second run computes the product again. So does an attention with dropout,
-which draws random numbers.
+which draws random numbers. Within the first run the operators say what they write to, since the
+version counter of a result does not count all writes: the parts that ``unsafe_chunk`` gives (a GRU
+on the CPU writes to such parts of its gates) and ``.data`` have counters of their own. A write
+between the two runs is noticed by the version counter.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from torch import Tensor
 
 from fxpipe.ir._torch import TorchDispatchMode, alias_below_autograd, pytree
 from fxpipe.ir.flops import is_product
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.runtime.checkpointing.options import Contexts
 from fxpipe.runtime.checkpointing.recomputation import CheckpointError, version_in
+from fxpipe.runtime.writes import written_by
 
 
 def keeping_products(once: bool) -> Contexts:
@@ -51,6 +55,7 @@ class _Result:
     def __init__(self, operator: Any, value: Any) -> None:
         self.operator, self.value = operator, _aliased(value)
         self._versions = self._now
+        self.memories = {memory_of(tensor) for tensor in tensors_of(self.value)}
 
     @property
     def _now(self) -> list[int]:
@@ -62,24 +67,26 @@ class _Result:
 
 
 class _KeepProducts(TorchDispatchMode):
-    """Adds the result of each product to a list."""
+    """Adds the result of each product to a list, in which None stands for one to which something
+    has been written."""
 
     supports_higher_order_operators = True
 
     def __init__(self, results: list[_Result | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results = results
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for i, result in enumerate(self.results):
-            if result is not None and result.is_written_to:
-                self.results[i] = None
+        self._places: dict[int, int] = {}  # in the list, by the memory of each result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            place = self._places.get(memory_of(tensor))
+            if place is not None:
+                self.results[place] = None
         result = func(*args, **(kwargs or {}))
         if is_product(func, args, kwargs or {}):
-            self.results.append(_Result(func, result))
+            kept = _Result(func, result)
+            self._places.update(dict.fromkeys(kept.memories, len(self.results)))
+            self.results.append(kept)
         return result
 
 

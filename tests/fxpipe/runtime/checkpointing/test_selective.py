@@ -79,6 +79,30 @@ def test_a_result_that_is_written_to_is_computed_again():
     assert torch.equal(one, other) and seen == ["mm", "relu_"]
 
 
+def through_data():
+    product = a @ b
+    product.data.mul_(2)
+    return product.sigmoid()
+
+
+def in_a_part():
+    one, other = (a @ b).unsafe_chunk(2)
+    return one.sigmoid_() + other
+
+
+@pytest.mark.parametrize("function", [through_data, in_a_part])
+def test_a_write_that_the_version_counter_of_the_result_does_not_count_is_noticed(function):
+    one, other, seen = both(function)
+    assert torch.equal(one, other) and seen[0] == "mm"
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_is_run_again_as_it_was(kind):
+    layer, x = kind(4, 4), torch.randn(5, 3, 4)
+    one, other, _ = both(lambda: layer(x)[0])
+    assert torch.equal(one, other)
+
+
 def test_a_result_that_is_written_to_between_the_runs_is_computed_again():
     written = []
 
