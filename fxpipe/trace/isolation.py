@@ -22,6 +22,7 @@ from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.state import State, same_entries
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
+from fxpipe.trace.outer import put_back_outside
 from fxpipe.trace.spread import devices_used
 
 Args = tuple[Any, ...]
@@ -72,7 +73,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     """Make runs and traces of a model inside the ``with`` block free of side effects.
 
     At the end of the block the modules' attributes and what they contain, the values of buffers,
-    the gradients and the states of the random number generators are put back. Inside the block the
+    the gradients and the states of the random number generators are put back, and what functions
+    of the model keep outside of it (:mod:`fxpipe.trace.outer`). Inside the block the
     user's hooks are not called, except those that record outputs of modules for the model's own
     output. PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight.
 
@@ -110,7 +112,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                         del hooks[key]
         for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
             parameter.grad = None
-        with _eagerly():
+        with _eagerly(), nullcontext() if model in outer else put_back_outside(model):
             yield Since(state, host, contents, saved_tensors)
     finally:
         _here.models = outer

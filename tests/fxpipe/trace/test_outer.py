@@ -1,0 +1,149 @@
+"""A trace leaves nothing in the caches and global variables that the code of a model reads."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace.outer import put_back_outside
+from tests.fxpipe.trace.small import BOTH
+
+TABLES: dict[int, Tensor] = {}
+LOSSES: list[Tensor] = []
+LENGTHS: list[int] = []
+
+
+@functools.cache
+def cached(length: int) -> Tensor:
+    return torch.arange(length).float() / length
+
+
+def by_hand(length: int) -> Tensor:
+    if length not in TABLES:
+        TABLES[length] = torch.arange(length).float() / length
+    return TABLES[length]
+
+
+class OfAClass:
+    """Keeps tables in its class, which all objects share."""
+
+    tables: dict[int, Tensor] = {}  # noqa: RUF012
+
+    @functools.lru_cache(2)  # noqa: B019
+    def cached(self, length: int) -> Tensor:
+        return torch.arange(length).float() / length
+
+    def by_hand(self, length: int) -> Tensor:
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length).float() / length
+        return self.tables[length]
+
+
+def remembered():
+    """A function with a table of its own, as a decorator would make it."""
+    tables: dict[int, Tensor] = {}
+
+    def table(length: int) -> Tensor:
+        if length not in tables:
+            tables[length] = torch.arange(length).float() / length
+        return tables[length]
+
+    return table
+
+
+of_a_closure, of_a_class = remembered(), OfAClass()
+
+
+class Positions(nn.Module):
+    """Adds a table, by one of these functions. Its way depends on sizes, if ``branches``."""
+
+    def __init__(self, kind: str, branches: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kind, self.branches = kind, branches
+
+    def table(self, length: int) -> Tensor:
+        if self.kind == "cached":
+            return cached(length)
+        if self.kind == "by hand":
+            return by_hand(length)
+        if self.kind == "cached by a class":
+            return of_a_class.cached(length)
+        if self.kind == "by hand in a class":
+            return of_a_class.by_hand(length)
+        return of_a_closure(length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.shape[1] > 2:  # a trace with symbols cannot go on
+            x = x * 2
+        return self.second(self.first(x) + self.table(x.shape[1])[:, None])
+
+
+KINDS = "cached", "by hand", "cached by a class", "by hand in a class", "in a closure"
+
+
+@pytest.fixture(autouse=True)
+def cold():
+    """Nothing is in any table."""
+    cached.cache_clear()
+    OfAClass.cached.cache_clear()
+    TABLES.clear()
+    OfAClass.tables.clear()
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_computes_tensors_after_it_has_been_compiled(kind: str, branches: bool) -> None:
+    model = Positions(kind, branches)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for length in 5, 3:
+            x = torch.randn(4, length, 4)
+            assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
+            assert type(model(x)) is Tensor
+
+
+@BOTH
+def test_what_was_in_a_table_stays_there(tracer: str) -> None:
+    table = by_hand(5)
+    model = Positions("by hand", False)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        pipe(torch.randn(4, 5, 4))
+        pipe(torch.randn(4, 3, 4))
+    assert list(TABLES) == [5] and TABLES[5] is table
+
+
+class Notes(nn.Module):
+    """Notes the length of each call, and a loss, in global lists."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        note(x)
+        return x
+
+
+def note(x: Tensor) -> None:
+    LENGTHS.append(len(x))
+    LOSSES.append(x.mean())
+
+
+def test_a_cache_that_has_been_given_nothing_keeps_what_it_has() -> None:
+    model = Positions("cached", False)
+    model(torch.ones(1, 5, 4))
+    with put_back_outside(model):
+        model(torch.ones(1, 5, 4))
+    assert cached.cache_info().currsize == 1
+    with put_back_outside(model):
+        model(torch.ones(1, 3, 4))
+    assert cached.cache_info().currsize == 0
+
+
+def test_a_global_list_has_no_tensors_of_the_runs_of_a_check() -> None:
+    model = Notes()
+    model(torch.ones(1))
+    with put_back_outside(model):
+        model(torch.ones(3))
+        assert len(LOSSES) == 2
+    assert len(LOSSES) == 1 and LENGTHS == [1, 3]
