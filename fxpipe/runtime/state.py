@@ -68,7 +68,7 @@ class State:
                 if name not in now
                 or name not in before
                 or not _same(now[name], before[name])
-                or self._differs(before[name], DEPTH)
+                or self.differs(before[name])
             ]
         return found
 
@@ -100,6 +100,10 @@ class State:
         return not is_same or any(
             not _same(one, other) or self._differs(other, depth - 1) for one, other in pairs
         )
+
+    def differs(self, value: Any) -> bool:
+        """Whether a container that has been recorded has other contents than it had."""
+        return self._differs(value, DEPTH)
 
     def has_tensors(self) -> bool:
         """Whether there are tensors among the attributes, or in them."""
@@ -209,7 +213,7 @@ class Attribute:
     def is_now(self) -> bool:
         """Whether the attribute has the value and the contents with which it was recorded."""
         value = vars(self.module).get(self.name, _MISSING)
-        return _same(value, self._value) and not self._state._differs(value, DEPTH)
+        return _same(value, self._value) and not self._state.differs(value)
 
 
 _MISSING = object()

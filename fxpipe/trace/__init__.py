@@ -169,15 +169,15 @@ def runs_alike(
     """Whether a graph does what the model does in a real run, with random numbers and statistics of
     the batch, on as few rows as the model takes. What these are is noted in ``refused_sizes``.
 
-    False also where the model writes to parameters, changes attributes, or draws random numbers on
-    the host, about which :func:`trace` finds out more.
+    False also where the model writes to parameters, changes attributes, puts tensors into global
+    variables, or draws random numbers on the host, about which :func:`trace` finds out more.
     """
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
         with phase("references", quiet=True), suppressed():
             reference = checks.smallest_reference(example, recorded=True)
             seen = reference.result
-            if seen.changed or seen.written or seen.draws:
+            if seen.changed or seen.written or seen.draws or seen.outside:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
@@ -269,6 +269,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
 
     if references:
         example = replace(example, whole=state.kept_whole(example, references[0]))
+        state.tell_of_tensors_outside(example, references[0])
         set_once = settled(example, references[0])
         # What is set may depend on the sizes: a graph for other sizes would set something else.
         example = replace(example, any_size=example.any_size and not set_once)

@@ -239,8 +239,8 @@ class Example:
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             changed = since.changed()
-            draws = since.drew_on_the_host()
-            effects = Effects(output, buffers, {}, None, {}, changed, draws)
+            draws, outside = since.drew_on_the_host(), since.changed_outside()
+            effects = Effects(output, buffers, {}, None, {}, changed, draws, outside)
             if recorded:
 
                 def go_back(history: Hashable) -> None:
@@ -317,6 +317,7 @@ class Effects:
     gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
     draws: bool  # whether the forward draws from Python's or NumPy's random number generator
+    outside: list[str]  # the containers outside of modules into which the forward puts tensors
     no_backward: Exception | None = None  # the error that the backward has raised
 
 

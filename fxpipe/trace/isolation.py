@@ -22,7 +22,7 @@ from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.state import State, same_entries
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
-from fxpipe.trace.outer import put_back_outside
+from fxpipe.trace.outer import Outside
 from fxpipe.trace.spread import devices_used
 
 Args = tuple[Any, ...]
@@ -48,6 +48,7 @@ class Since:
     _host: HostRandomState
     _state: State
     _tensors: list[tuple[Tensor, Tensor]]  # the modules' tensors, without parameters, and copies
+    _outside: Outside
 
     def drew_random_numbers(self) -> bool:
         """Whether random numbers have been drawn since then."""
@@ -61,6 +62,10 @@ class Since:
         """The attributes of modules that have been assigned anew, or whose contents have changed,
         since then."""
         return self._state.changed()
+
+    def changed_outside(self) -> list[str]:
+        """The containers outside of modules into which tensors have been put since then."""
+        return self._outside.changed()
 
     def written(self) -> list[Tensor]:
         """The buffers, and tensors in attributes of modules, whose values have changed since
@@ -81,7 +86,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     Yields an object that tells what the model has done inside the block so far.
     """
     modules, parameters = list(model.modules()), list(model.parameters())
-    contents = State(modules)
+    contents, outside = State(modules), Outside(model)
     attributes: list[dict[Any, Any]] = [vars(module) for module in modules]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     on_parameters = [hooks for p in parameters for hooks in _hooks_on(p)]
@@ -112,11 +117,12 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                         del hooks[key]
         for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
             parameter.grad = None
-        with _eagerly(), nullcontext() if model in outer else put_back_outside(model):
-            yield Since(state, host, contents, saved_tensors)
+        with _eagerly():
+            yield Since(state, host, contents, saved_tensors, outside)
     finally:
         _here.models = outer
         contents.put_back()
+        outside.put_back()
         for owner, saved in saved_attributes:
             if not same_entries(owner, saved):
                 owner.clear()

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -38,30 +37,43 @@ _VALUES = Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool
 _DEPTH = 5  # how many calls deep the code of a forward is followed
 _MANY = 10_000  # a longer container is data, of which no copy is made
 
-_FOUND: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+_Named = tuple[str, Any]
+"""A value, and words that say where it is found."""
+_FOUND: WeakKeyDictionary[nn.Module, list[_Named]] = WeakKeyDictionary()
 
 
-@contextmanager
-def put_back_outside(model: nn.Module) -> Iterator[None]:
-    """Put back what the functions of a model keep outside of its modules, as it was ahead of the
-    ``with`` block."""
-    kept = _FOUND.get(model)
-    if kept is None:
-        kept = _FOUND[model] = list(_kept(model))
-    caches = [(each, each.cache_info().misses) for each in kept if isinstance(each, _Cache)]
-    contents = [(each, State(())) for each in kept if type(each) in _CONTAINERS]
-    for container, state in contents:
-        if len(container) <= _MANY:
-            state.look_into(container)
-    try:
-        yield
-    finally:
-        for container, state in contents:
-            if _has_values(container):
+class Outside:
+    """A record of what the functions of a model keep outside of its modules, as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kept = _FOUND.get(model)
+        if kept is None:
+            kept = _FOUND[model] = list(_kept(model))
+        self._caches = [(c, c.cache_info().misses) for _, c in kept if isinstance(c, _Cache)]
+        self._contents: list[tuple[str, Any, State]] = []
+        for name, container in kept:
+            if type(container) in _CONTAINERS and len(container) <= _MANY:
+                state = State(())
+                state.look_into(container)
+                self._contents.append((name, container, state))
+
+    def changed(self) -> list[str]:
+        """The containers that have tensors, or what stands for values in a trace, and have other
+        contents than they had: each in words."""
+        return [name for name, kept, state in self._contents if _has_changed(kept, state)]
+
+    def put_back(self) -> None:
+        """Put back what has changed, and empty each cache that has been given something."""
+        for _, container, state in self._contents:
+            if _has_changed(container, state):
                 state.put_back()
-        for cache, misses in caches:
+        for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
+
+
+def _has_changed(container: Any, state: State) -> bool:
+    return state.differs(container) and _has_values(container)
 
 
 def _has_values(container: Any, depth: int = 3) -> bool:
@@ -74,27 +86,27 @@ def _has_values(container: Any, depth: int = 3) -> bool:
     return any(_has_values(part, depth - 1) for part in parts)
 
 
-def _kept(model: nn.Module) -> Iterator[Any]:
+def _kept(model: nn.Module) -> Iterator[_Named]:
     """The caches, and the containers in global variables, classes and closures, that the code of a
     model's forward reads, as far as they are found by names."""
     modules = list(model.modules())
     classes = {kind for module in modules for kind in type(module).__mro__ if _is_users_class(kind)}
-    values = [value for module in modules for value in vars(module).values() if callable(value)]
-    known = set(map(id, values))
+    values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
+    known = {id(value) for _, value in values}
     names = {"forward"}
     for _ in range(_DEPTH):
         for kind in classes:  # what a function reads of any object may be one of these
-            values += _new((vars(kind)[name] for name in names & vars(kind).keys()), known)
-        yield from (value for value in values if type(value) in (_Cache, *_CONTAINERS))
-        functions = [each for each in values if isinstance(each, FunctionType) and _is_users(each)]
+            values += _new(_of_class(kind, names & vars(kind).keys()), known)
+        yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
+        functions = [f for _, f in values if isinstance(f, FunctionType) and _is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
-        values = [part for value in values for part in _new(_read_by(value), known)]
+        values = [part for _, value in values for part in _new(_read_by(value), known)]
 
 
-def _new(values: Iterable[Any], known: set[int]) -> list[Any]:
+def _new(values: Iterable[_Named], known: set[int]) -> list[_Named]:
     """Those of the values that are not known yet. From now on they are."""
-    found = [value for value in values if id(value) not in known]
-    known.update(map(id, found))
+    found = [pair for pair in values if id(pair[1]) not in known]
+    known.update(id(value) for _, value in found)
     return found
 
 
@@ -114,39 +126,42 @@ def _is_users(function: FunctionType) -> bool:
     return is_a_users(function.__code__.co_filename, function.__module__ or "")
 
 
-def _read_by(value: Any) -> Iterable[Any]:
+def _of_class(kind: type, names: Iterable[str]) -> Iterator[_Named]:
+    yield from ((f"{kind.__name__}.{name}", vars(kind)[name]) for name in names)
+
+
+def _read_by(value: Any) -> Iterable[_Named]:
     """What a value leads to: of a function, what its code reads by names."""
     if isinstance(value, _Cache | staticmethod | classmethod):
-        return (value.__wrapped__,)
+        return [("", value.__wrapped__)]
     if isinstance(value, property | functools.cached_property):
-        return (value.fget if isinstance(value, property) else value.func,)
+        return [("", value.fget if isinstance(value, property) else value.func)]
     if isinstance(value, MethodType):
-        return (value.__func__,)
+        return [("", value.__func__)]
     if isinstance(value, functools.partial):
-        return (value.func,)
+        return [("", value.func)]
     if isinstance(value, type):
-        return vars(value).values() if _is_users_class(value) else ()
-    if not isinstance(value, FunctionType):
-        return (
-            [type(value), *getattr(value, "__dict__", {}).values()]
-            if _is_users_object(value)
-            else ()
-        )
-    if not _is_users(value):
+        return _of_class(value, vars(value)) if _is_users_class(value) else ()
+    if isinstance(value, FunctionType):
+        return _read_by_function(value) if _is_users(value) else ()
+    if not _is_users_object(value):
         return ()
-    names = set(_names(value.__code__))
-    found = list(_named(value.__globals__, names))
-    found += [each for cell in value.__closure__ or () for each in content_of(cell)]
-    return found
+    kind, own = type(value), getattr(value, "__dict__", {})
+    return [("", kind), *((f"{kind.__name__}.{name}", each) for name, each in own.items())]
 
 
-def _named(scope: Mapping[str, Any], names: set[str]) -> Iterator[Any]:
-    """The values of these names in a scope, and in the Python modules of the model's among them."""
+def _read_by_function(function: FunctionType) -> Iterator[_Named]:
+    code, scope = function.__code__, function.__globals__
+    names = set(_names(code))
     for name in names & scope.keys():
         value = scope[name]
-        yield value
+        yield f"the global variable {name} of {function.__module__}", value
         if isinstance(value, ModuleType) and is_a_users(str(vars(value).get("__file__")), name):
-            yield from (vars(value)[each] for each in names & vars(value).keys())
+            inside = names & vars(value).keys()
+            yield from ((f"the global variable {n} of {name}", vars(value)[n]) for n in inside)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        for each in content_of(cell):
+            yield f"the variable {name} around {function.__qualname__}", each
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -91,6 +91,24 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
     return whole
 
 
+def tell_of_tensors_outside(example: Example, reference: Reference) -> None:
+    """Warn of tensors that every call of the model puts into global variables. What only the first
+    call puts there is a table that later calls use."""
+    if not reference.result.outside:
+        return
+    with untouched(example.model), torch.no_grad(), parameters_put_back(example.model):
+        example.call([tensor.clone() for tensor in reference.tensors])
+        with untouched(example.model) as since:
+            example.call([tensor.clone() for tensor in reference.tensors])
+            names = since.changed_outside()
+    for name in names:
+        warn(
+            f"{type(example.model).__name__} puts tensors into {name} in its forward; a pipeline "
+            "does not, but for modules that are kept whole, so that nothing is there after a call. "
+            "If you read them, in the loss say, let the forward return them"
+        )
+
+
 def _drawing(example: Example, tensors: list[Tensor]) -> dict[nn.Module, str]:
     """The modules whose forward draws from Python's or NumPy's random number generator, with their
     paths: a graph would have the numbers that were drawn while it was traced for ever.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.trace.outer import put_back_outside
+from fxpipe.trace.isolation import untouched
 from tests.fxpipe.trace.small import BOTH
 
 TABLES: dict[int, Tensor] = {}
@@ -132,10 +133,10 @@ def note(x: Tensor) -> None:
 def test_a_cache_that_has_been_given_nothing_keeps_what_it_has() -> None:
     model = Positions("cached", False)
     model(torch.ones(1, 5, 4))
-    with put_back_outside(model):
+    with untouched(model):
         model(torch.ones(1, 5, 4))
     assert cached.cache_info().currsize == 1
-    with put_back_outside(model):
+    with untouched(model):
         model(torch.ones(1, 3, 4))
     assert cached.cache_info().currsize == 0
 
@@ -143,7 +144,25 @@ def test_a_cache_that_has_been_given_nothing_keeps_what_it_has() -> None:
 def test_a_global_list_has_no_tensors_of_the_runs_of_a_check() -> None:
     model = Notes()
     model(torch.ones(1))
-    with put_back_outside(model):
+    with untouched(model):
         model(torch.ones(3))
         assert len(LOSSES) == 2
     assert len(LOSSES) == 1 and LENGTHS == [1, 3]
+
+
+@BOTH
+def test_a_warning_says_that_a_pipeline_puts_no_tensors_in_global_variables(tracer: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Notes(), nn.Linear(4, 2))
+    said = "puts tensors into the global variable LOSSES of .*test_outer in its forward"
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe,
+        pytest.warns(UserWarning, match=said),
+    ):
+        pipe(torch.randn(4, 4))
+
+
+def test_a_table_that_is_made_once_is_not_warned_of() -> None:
+    model = Positions("by hand", False)
+    with warnings.catch_warnings(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        warnings.simplefilter("error")
+        pipe(torch.randn(4, 5, 4))
