@@ -77,7 +77,8 @@ class ByGraph:
         if self._differs or not found.trial.has_one_history:
             return None
         runs, graph = self.runs, self._graph
-        if runs.said or runs.changed or runs.drew or graph is None or graph.drew:
+        has_effects = runs.changed or runs.puts_outside or runs.drew
+        if runs.said or has_effects or graph is None or graph.drew:
             return None
         return found if is_joined(found.trial, found.outputs) else None
 

@@ -50,6 +50,7 @@ class ModelRuns:
         self.modes: list[Mapping[int, str] | None] = [self.real] if self.real else []
         self.modes += [{}, None]
         self.drew = False  # whether a run of the model has drawn random numbers
+        self.puts_outside = False  # whether a run has put tensors into global variables
         self.met_norm = False  # whether it has called a norm whose statistics have been replaced
         self.met_batch_norm = False  # whether that was a batch norm that is no module
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
@@ -192,6 +193,7 @@ class ModelRuns:
                 self.met_batch_norm |= stilled.met_batch_norm
                 self.met_random_numbers |= stilled.met_random_numbers
             self.drew = self.drew or (seed is None and since.drew_random_numbers())
+            self.puts_outside |= bool(since.changed_outside())
             if self.changed is None:
                 self.changed = self._changes(since, before, written)
         return made

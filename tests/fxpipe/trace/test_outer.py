@@ -125,6 +125,13 @@ class Notes(nn.Module):
         return x
 
 
+class NotesAndBranches(Notes):
+    """Cannot be traced by symbols, and serves all sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if x.shape[1] > 9 else x)
+
+
 def note(x: Tensor) -> None:
     LENGTHS.append(len(x))
     LOSSES.append(x.mean())
@@ -150,9 +157,12 @@ def test_a_global_list_has_no_tensors_of_the_runs_of_a_check() -> None:
     assert len(LOSSES) == 1 and LENGTHS == [1, 3]
 
 
-@BOTH
-def test_a_warning_says_that_a_pipeline_puts_no_tensors_in_global_variables(tracer: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Notes(), nn.Linear(4, 2))
+@pytest.mark.parametrize("kind", [Notes, NotesAndBranches])
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_a_warning_says_that_a_pipeline_puts_no_tensors_in_global_variables(
+    tracer: str, kind: type[nn.Module]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 2))
     said = "puts tensors into the global variable LOSSES of .*test_outer in its forward"
     with (
         fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe,
