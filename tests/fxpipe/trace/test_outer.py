@@ -129,7 +129,8 @@ class NotesAndBranches(Notes):
     """Cannot be traced by symbols, and serves all sizes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 2 if x.shape[1] > 9 else x)
+        LOSSES.append(x.mean())
+        return x * 2 if x.shape[1] > 9 else x
 
 
 def note(x: Tensor) -> None:
