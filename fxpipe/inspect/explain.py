@@ -214,11 +214,10 @@ class Explaining:
                 f"With check={options.check!r} a difference from the model is "
                 f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
             )
-        # A step of one micro-batch puts nothing together.
-        known = {} if options.loss_fn is None else mode.losses
-        found = [each.dim for (chunks, *_), each in known.items() if chunks > 1 and each.is_decided]
+        known = [] if options.loss_fn is None else mode.losses_of_parts
+        found = [each.dim for each in known if each.is_decided]
         losses = [_LOSSES[dim] for dim in dict.fromkeys(found)]
-        return [*sentences, *losses, *(_sentence(note) for note in mode.notes)]
+        return [*sentences, *losses, *(_sentence(note) for note in mode.all_notes)]
 
     def _compared(self) -> Iterator[str]:
         """What the check has found when it compared the model with itself."""
