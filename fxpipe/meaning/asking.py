@@ -313,7 +313,8 @@ class Asking:
         if not (self.asked.check and self.runs.changed) or trial is None or self.listed is not None:
             return ""
         try:
-            return lasting_problem(self.runs.in_sequence, trial, dims, self.runs.changed)
+            runs = self.runs
+            return lasting_problem(runs.in_sequence, runs.keeping, trial, dims, self.runs.changed)
         except Exception as error:
             if not is_the_models(error):
                 raise

@@ -186,6 +186,50 @@ def test_a_queue_that_has_rows_of_the_same_mini_batch_in_it_is_warned_of():
     assert "output depends on the state that an earlier call leaves in queue" in text
 
 
+def in_a_queue_and_counted(net, h):
+    count(net, h)
+    net.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return in_a_queue(net, h)
+
+
+def test_of_the_states_that_change_those_are_named_on_which_the_output_depends():
+    (text,) = said(Net(in_a_queue_and_counted))
+    assert "output depends on the state that an earlier call leaves in queue, and each" in text
+
+
+def by_one_of_two(net, h):
+    once = (net.calls > 0) * (net.mean.sum() != 0)
+    net.calls.add_(1)
+    net.mean.add_(1)
+    return h * (1 + once)
+
+
+def test_states_on_which_the_output_depends_only_together_are_named_together():
+    (text,) = said(Net(by_one_of_two))
+    assert "an earlier call leaves in mean, calls, and each" in text
+
+
+class Counter(nn.Module):
+    """Adds the number of its calls, which it keeps in a list, and keeps another number beside it
+    that nothing depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.last = [], 0
+
+    def forward(self, x):
+        self.last += 1
+        self.seen.append(1)
+        return x + len(self.seen)
+
+
+def test_an_attribute_on_which_the_output_depends_is_named_and_none_beside_it():
+    model = nn.Sequential(nn.Linear(D, D), Counter(), nn.Linear(D, D))
+    (text,) = said(model)
+    assert "an earlier call leaves in 1.seen, and each" in text
+    assert not model[1].seen, "the check leaves no trace"
+
+
 def largest(net, h):
     net.mean.copy_(torch.maximum(net.mean, h.detach().amax(0)))
     return h
