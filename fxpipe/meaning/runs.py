@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,17 @@ class ModelRuns:
                 return traced.rebuild(traced.graph_module.forward(*tensors))
 
         found._call = call
+        return found
+
+    def within(self, context: AbstractContextManager[Any]) -> ModelRuns:
+        """Runs of the model in the same way, of which the next one calls it within a context."""
+        found, call = copy(self), self._call
+
+        def called_within(args: Any, kwargs: Any) -> Any:
+            with context:
+                return call(args, kwargs)
+
+        found._call = called_within
         return found
 
     @property

@@ -230,6 +230,38 @@ def test_an_attribute_on_which_the_output_depends_is_named_and_none_beside_it():
     assert not model[1].seen, "the check leaves no trace"
 
 
+def less_the_mean(net, h):
+    net.calls.add_(1)
+    net.queue[:1].copy_(h.detach()[:1])
+    net.mean.lerp_(h.detach().mean(0), 0.1)  # of all rows
+    return h - net.mean
+
+
+def test_a_buffer_by_way_of_which_rows_are_mixed_is_named_with_its_line():
+    model = Net(less_the_mean)
+    with pytest.raises(fxpipe.BatchError, match="depends on which other rows") as error:
+        compiled(model)
+    text = str(error.value)
+    assert "the forward writes to mean (at " in text
+    assert "net.mean.lerp_(h.detach().mean(0), 0.1)  # of all rows) what it computes of" in text
+    assert "compute with the values that mean had ahead of the call" in text
+    assert "calls" not in text.replace("calls.add_", "")
+    assert "queue" not in text
+    assert not model.mean.any(), "the check leaves no trace"
+
+
+def flipped_and_counted(net, h):
+    net.calls.add_(1)
+    net.mean.lerp_(h.detach().mean(0), 0.1)
+    return h + h.flip(0) + net.calls
+
+
+def test_no_buffer_is_named_where_rows_are_mixed_without_it():
+    with pytest.raises(fxpipe.BatchError, match="depends on which other rows") as error:
+        compiled(Net(flipped_and_counted))
+    assert "the forward writes to" not in str(error.value)
+
+
 def largest(net, h):
     net.mean.copy_(torch.maximum(net.mean, h.detach().amax(0)))
     return h
