@@ -123,6 +123,18 @@ class Mode:
     loss is put together."""
 
     @property
+    def losses_of_parts(self) -> list[FoundLoss]:
+        """What is known of the losses of steps of several micro-batches; a step of one puts nothing
+        together."""
+        return [each for (chunks, *_), each in self.losses.items() if chunks > 1]
+
+    @property
+    def all_notes(self) -> list[str]:
+        """Remarks of the check, on the loss function and on the model."""
+        of_loss = (each.note for each in self.losses_of_parts if each.note)
+        return [*dict.fromkeys(of_loss), *self.notes]
+
+    @property
     def most_chunks(self) -> int:
         """The largest number of micro-batches for which there is a graph; 0 if there is none."""
         return max([*self.unrolled, *(chunks for chunks, *_ in self.steps)], default=0)

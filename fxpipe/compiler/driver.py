@@ -32,7 +32,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import Unsupported
 from fxpipe.ir.hooks import has_hooks
-from fxpipe.ir.log import warn
+from fxpipe.ir.log import each_once, warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
@@ -153,9 +153,10 @@ class Compiler(LaterChecks):
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:
         """A context for a compilation: the time of each phase is taken, and logged if the user asks
-        for it."""
+        for it, and no warning is given that an earlier compilation has given."""
         title = f"{type(self.model).__name__}: {title}"
-        with older_objects_set_aside(), logged(title, self.options.verbose or wants_log()):
+        is_shown = self.options.verbose or wants_log()
+        with older_objects_set_aside(), logged(title, is_shown), each_once(self._warned):
             yield
 
     def forget(self) -> None:

@@ -251,6 +251,8 @@ class LaterChecks(Staging):
         """What the check finds out about the loss function with a later mini-batch. Where that is
         something else than before, it counts from now on."""
         found, before = self._loss_dim(mode, batch, key[0], asked), mode.losses[key]
+        if found.note:
+            mode.losses[key] = replace(before, note=found.note)
         if found.is_clear and found.dim != before.dim:
             mode.losses[key] = found
             own = {k: watch for k, watch in mode.loss_numbers.items() if k == key}

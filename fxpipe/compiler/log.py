@@ -17,6 +17,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compilations import Compilation
 from fxpipe.compiler.compiled import Mode
@@ -76,8 +78,7 @@ def logged(title: str, is_wanted: bool) -> Iterator[None]:
     def tell(part: str, seconds: float) -> None:
         _show(
             f"{title}: compiling has taken {human_time(seconds)} so far, and is at {part!r}. "
-            "verbose=True says where the time goes; OMP_NUM_THREADS=1 in the environment helps "
-            "where other processes keep the cores busy"
+            f"verbose=True says where the time goes{_fewer_threads()}"
         )
 
     try:
@@ -88,6 +89,14 @@ def logged(title: str, is_wanted: bool) -> Iterator[None]:
             _show(whole.table())
         else:
             COMPILATIONS.debug("%s", whole.table())
+
+
+def _fewer_threads() -> str:
+    """The advice to compile with one thread: several wait for each other where other processes keep
+    the cores busy. "" where there is only one."""
+    if torch.get_num_threads() == 1:
+        return ""
+    return "; OMP_NUM_THREADS=1 in the environment helps where other processes keep the cores busy"
 
 
 def _show(text: str) -> None:

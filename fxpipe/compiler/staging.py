@@ -145,6 +145,8 @@ class Staging(ABC):
         """Whether programs are compiled for all sizes of inputs that the model treats alike."""
         self._told: set[str] = set()
         """What the check has warned of, see :meth:`fxpipe.meaning.asked.Asked.warn`."""
+        self._warned: set[str] = set()
+        """The warnings that compilations have given, see :func:`fxpipe.ir.log.each_once`."""
         self._target: Any = options.example_target
         """A target like those of the calls to come, with its tensors on "meta"; None: not known."""
         self._expected_loss: SavedByLoss | str = NO_TARGET

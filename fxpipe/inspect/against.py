@@ -20,6 +20,7 @@ from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD, OPTIMIZER
 
 SEEN = 0.02  # the part of a step, or of the mean time of its stages, that is said
 OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
+UNCOUNTED = "of which the prediction knows nothing: example_target= lets it be counted"
 NAMED = 4  # the most stages whose factors are given one by one
 
 
@@ -40,7 +41,7 @@ def against(
     replayed: Timeline,
     devices: Sequence[str],
     run: str = "step",
-    uncounted: str = "of which the prediction knows nothing: example_target= lets it be counted",
+    uncounted: str = UNCOUNTED,
 ) -> Iterator[str]:
     """What a measured step says beside the predicted one. Steps are measured without an optimizer,
     so that they are compared with predicted ones without the time of its step.

@@ -22,7 +22,7 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.replanned import Replanned
-from fxpipe.inspect.against import against, factor, is_off, microbatches_of
+from fxpipe.inspect.against import UNCOUNTED, against, factor, is_off, microbatches_of
 from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
@@ -34,6 +34,7 @@ from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.meaning.messages import split
 from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.meaning.shared_draws import inputs_behind
+from fxpipe.planning.loss import NO_TARGET
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import ALL_FORWARDS, Timeline
@@ -214,11 +215,10 @@ class Explaining:
                 f"With check={options.check!r} a difference from the model is "
                 f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
             )
-        # A step of one micro-batch puts nothing together.
-        known = {} if options.loss_fn is None else mode.losses
-        found = [each.dim for (chunks, *_), each in known.items() if chunks > 1 and each.is_decided]
+        known = [] if options.loss_fn is None else mode.losses_of_parts
+        found = [each.dim for each in known if each.is_decided]
         losses = [_LOSSES[dim] for dim in dict.fromkeys(found)]
-        return [*sentences, *losses, *(_sentence(note) for note in mode.notes)]
+        return [*sentences, *losses, *(_sentence(note) for note in mode.all_notes)]
 
     def _compared(self) -> Iterator[str]:
         """What the check has found when it compared the model with itself."""
@@ -406,7 +406,11 @@ class Explaining:
         if now is None or self.replayed is None:
             return [f"{took}."]
         names = [str(device) for device in self.options.lanes]
-        found = list(against(now.timeline, self.measured, self.replayed, names, self._run))
+        found = list(
+            against(
+                now.timeline, self.measured, self.replayed, names, self._run, self._uncounted_loss
+            )
+        )
         if self._is_measured_as_it_is and is_off(now.timeline, self.measured):
             is_shorter = factor(now.timeline, self.measured) < 1
             if self.options.costs == "measured" and is_shorter:
@@ -432,6 +436,14 @@ class Explaining:
     def _is_measured_as_it_is(self) -> bool:
         """Whether a step with this number of micro-batches has been measured."""
         return self.measured is not None and microbatches_of(self.measured) == self.chunks
+
+    @property
+    def _uncounted_loss(self) -> str:
+        """Why the time of the loss is not predicted, where it is not."""
+        why = self.mode.expected_loss
+        if isinstance(why, str) and why != NO_TARGET:
+            return f"of which the prediction knows nothing: {why}"
+        return UNCOUNTED
 
     @property
     def _source(self) -> str:

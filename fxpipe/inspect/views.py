@@ -295,7 +295,7 @@ class Views:
             step=self._predicted,
             knows_other_sizes=self._options.knows_other_sizes,
             rows_given=None if example is None else example.batch,
-            notes=mode.notes,
+            notes=mode.all_notes,
             memory=self._options.memory or (),
             optimizer=self._options.optimizer,
             unknown_loss=self._unknown_loss(mode),
@@ -320,7 +320,8 @@ class Views:
         mode, chunks = runner.reported()
         kept, has_stepped = (self._modes, self._segments), runner.last_step() is not None
         compilations = runner.compiler.compilations
-        state = chunks, kept, has_stepped, mode.saved_by_loss, len(compilations)
+        losses = [(each.dim, each.note) for each in mode.losses_of_parts]
+        state = chunks, kept, has_stepped, mode.saved_by_loss, len(compilations), losses
         known = self._explained
         if known is None or not known.is_of(mode, self._options, self.measured, state):
             found = Explaining(

@@ -25,6 +25,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from types import FrameType
 
@@ -37,14 +40,37 @@ GUARDS = LOGGER.getChild("guards")
 PLAN = LOGGER.getChild("plan")
 WARNINGS = LOGGER.getChild("warnings")
 
+_told: ContextVar[set[str] | None] = ContextVar("told", default=None)
+
 MANY = 1000  # the most warnings that are remembered
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning as ``warnings.warn`` does, for the line of the user's that has led to it, and
-    log it if it is the first one of its text."""
+    log it if it is the first one of its text. Within :func:`each_once` it is given once."""
+    told = _told.get()
+    if told is not None and text in told:
+        return
     _log(text)
     warnings.warn(text, category, _level())
+    if told is not None:
+        told.add(text)
+
+
+@contextmanager
+def each_once(told: set[str] | None) -> Iterator[None]:
+    """Inside the ``with`` block :func:`warn` gives no warning whose text is in ``told``, to which
+    it adds those that it gives; None: it gives all.
+
+    Python gives a warning once for a line, but forgets that whenever somebody catches warnings, as
+    PyTorch does while it traces a model. So a model that is compiled again for other calls would
+    warn of the same again.
+    """
+    token = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(token)
 
 
 def line_of_the_user() -> tuple[str, int]:

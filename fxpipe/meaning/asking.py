@@ -43,6 +43,7 @@ from fxpipe.meaning.weights import (
     with_ignored,
 )
 from fxpipe.meaning.widened import widened
+from fxpipe.meaning.written_rows import mixed_in_buffers
 from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
@@ -165,7 +166,9 @@ class Asking:
         if tried is not None:
             dims, verdict = tried
             text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
-            text = text or messages.wrong(verdict, self.inputs, dims, self._advice())
+            text = text or messages.wrong(
+                self._by_buffers(dims, verdict), self.inputs, dims, self._advice()
+            )
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
@@ -195,6 +198,20 @@ class Asking:
                 if apart:
                     return messages.unrepeatable(path, apart)
         return ""
+
+    def _by_buffers(self, dims: InDims, verdict: Verdict) -> Verdict:
+        """The same verdict, whose first problem says so if rows are mixed by way of buffers."""
+        trial = verdict.trial
+        if trial is None or self.listed is not None or any(t.is_meta for t in trial.tensors):
+            return verdict
+        place = next(i for i, each in enumerate(verdict.problems) if not each.is_scalar)
+        problem = verdict.problems[place]
+        buffers = mixed_in_buffers(self.runs, trial, dims, problem.path)
+        if not buffers:
+            return verdict
+        problems = list(verdict.problems)
+        problems[place] = messages.mixed_in_buffers(problem, buffers)
+        return replace(verdict, problems=problems)
 
     def _advice(self) -> str:
         arguments = self.given().arguments
@@ -313,7 +330,8 @@ class Asking:
         if not (self.asked.check and self.runs.changed) or trial is None or self.listed is not None:
             return ""
         try:
-            return lasting_problem(self.runs.in_sequence, trial, dims, self.runs.changed)
+            runs = self.runs
+            return lasting_problem(runs.in_sequence, runs.keeping, trial, dims, self.runs.changed)
         except Exception as error:
             if not is_the_models(error):
                 raise

@@ -345,6 +345,11 @@ def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
     return True
 
 
+def differs(trial: Trial, path: str) -> bool:
+    """Whether the parts of a sample do not give what the whole gives for an output."""
+    return any(isinstance(found, Problem) for other, found in _compared(trial, {}) if other == path)
+
+
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
     """How an output is put together whose values are not compared: by its shapes."""
     values = [trial.whole[path], *(output.get(path) for output in trial.parts)]

@@ -14,11 +14,13 @@ that a warning says it. A running maximum, on the other hand, is the same either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.sample import part
@@ -28,15 +30,26 @@ Calls = Callable[[Sequence[list[Tensor]]], tuple[list[Any], dict[str, Tensor]]]
 """Calls a model on several lists of tensors, one after the other, and gives its outputs and, by
 name, what its buffers and parameters hold after the last call."""
 
+Keeping = Callable[[Sequence[str], Sequence[list[Tensor]]], list[Any]]
+"""Does so where each call finds only some names' state as the call before it has left it, and the
+rest as the first call finds it."""
+
+SHOWN = 3  # the most names that a message lists
+
 
 def lasting_problem(
-    calls: Calls, trial: Trial, dims: Sequence[int | None], changed: Sequence[str]
+    calls: Calls,
+    keeping: Keeping,
+    trial: Trial,
+    dims: Sequence[int | None],
+    changed: Sequence[str],
 ) -> str:
     """What differs if the parts of a sample find the state that the parts before them have left;
     an empty string if nothing does.
 
     Args:
         calls: calls the model.
+        keeping: calls the model, keeping the state of some names only.
         trial: the sample.
         dims: the batch dimensions of the inputs.
         changed: the names of what the forward changes: buffers, parameters and attributes.
@@ -45,15 +58,23 @@ def lasting_problem(
     _, expected = calls([whole])
     outputs, found = calls(trial.each(dims))
     rows, sizes = sum(trial.sizes), " and then ".join(map(str, trial.sizes))
-    for output, alone in zip(outputs, trial.parts, strict=True):
-        for path, value in leaves(output, "output"):
-            apart = _apart(alone.get(path), value)
-            if apart:
-                return (
-                    f"{path} depends on the state that an earlier call leaves in "
-                    f"{_listed(changed)}, and each micro-batch is a call: after {sizes} rows it "
-                    f"differs by {apart} from what it is for these rows alone"
-                )
+    if differing := next(_differing(outputs, trial), None):
+        path, by = differing
+
+        def matter(names: Sequence[str]) -> bool:
+            try:
+                kept = keeping(names, trial.each(dims))
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                return True  # it does not run with this state and the first one of all others
+            return any(path == other for other, _ in _differing(kept, trial))
+
+        return (
+            f"{path} depends on the state that an earlier call leaves in "
+            f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: after "
+            f"{sizes} rows it differs by {by} from what it is for these rows alone"
+        )
     for name in changed:
         if name in expected and (apart := _apart(expected[name], found.get(name))):
             return (
@@ -64,10 +85,44 @@ def lasting_problem(
     return ""
 
 
+def that_matter(names: Sequence[str], matter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
+    """Those of some names that matter, which all of them together do: some of them that matter by
+    themselves, found by halves; or all, if neither half matters without the other one::
+
+        a b c d e f g h       matter
+        a b c d               do not
+        e f g h               matter:  e f  do not,  g h  do:  g  does,  h  does not
+    """
+    half = len(names) // 2
+    is_found = False
+    for some in (names[:half], names[half:]) if half else ():
+        if matter(some):
+            is_found = True
+            yield from that_matter(some, matter)
+    if not is_found:
+        yield from names
+
+
+def _differing(outputs: Sequence[Any], trial: Trial) -> Iterator[tuple[str, Difference]]:
+    """The outputs that are others than those of the parts alone, by their paths."""
+    for output, alone in zip(outputs, trial.parts, strict=True):
+        for path, value in leaves(output, "output"):
+            if apart := _apart(alone.get(path), value):
+                yield path, apart
+
+
 def _apart(one: Any, other: Any) -> Difference | None:
     is_known = isinstance(one, Tensor) and isinstance(other, Tensor) and not one.is_meta
     return difference(one, other) if is_known else None
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
+
+
+def _first(names: Iterator[str]) -> str:
+    """Names that take time to be found: no more of them than are shown."""
+    found = list(islice(names, SHOWN + 1))
+    return ", ".join(found[:SHOWN]) + (" and others" if len(found) > SHOWN else "")

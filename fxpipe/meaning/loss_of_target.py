@@ -89,6 +89,7 @@ def loss_dim(
         taken.is_clear,
         taken.is_told,
         taken.is_decided,
+        taken.note,
     )
 
 
@@ -106,6 +107,8 @@ class FoundLoss:
         is_told: whether the user has been warned that the loss is no mean over the rows.
         is_decided: whether a step can be made by it. If not, the loss raises an error on a
             micro-batch, or there are no values yet: it is to be checked with the next mini-batch.
+        note: what a report has to say of it, such as that it is no mean over the rows, and what
+            makes it right.
     """
 
     place: int
@@ -114,6 +117,7 @@ class FoundLoss:
     is_clear: bool = False
     is_told: bool = False
     is_decided: bool = True
+    note: str = ""
 
 
 class _LossOfTarget:
@@ -138,6 +142,8 @@ class _LossOfTarget:
         """Whether the user has been warned that the loss is no mean over the rows."""
         self.is_decided = True
         """Whether a step can be made by what has been found out."""
+        self.note = ""
+        """What a report has to say of the loss."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
         listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
         if listed is not None:
@@ -332,20 +338,23 @@ class _LossOfTarget:
                 verdict = replace(verdict, trials=trials)
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
             if wrong:
-                refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
+                self.note = wrong.replace(LOSS, "loss_fn", 1)
+                refuse(asked, self.note)
         elif verdict.trial is None or LOSS in verdict.unclear:
             if verdict.trial is None and not self._is_taken_in_a_step():
                 self.is_decided = False  # the step will raise the same error
                 return None
             # It has to be put together in some way, which is said whatever the user accepts.
-            refuse(replace(asked, check=asked.check or "warn"), messages.unknown_loss(verdict))
+            self.note = messages.unknown_loss(verdict)
+            refuse(replace(asked, check=asked.check or "warn"), self.note)
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
             self.is_decided = False  # it is no tensor: the step will raise an error
             return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
             if text := self._about(verdict):
-                asked.warn(text.replace(LOSS, "the loss", 1))
+                self.note = text.replace(LOSS, "the loss", 1)
+                asked.warn(self.note)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None

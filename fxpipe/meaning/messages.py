@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -153,6 +154,24 @@ def wrong(
     return (
         f"{problem.text}{advice}. This is so with {split(inputs, dims)} cut into micro-batches"
         f"{remedy}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+    )
+
+
+def mixed_in_buffers(problem: Problem, buffers: Mapping[str, str]) -> Problem:
+    """A problem of rows that are mixed by way of buffers, which says so.
+
+    Args:
+        buffers: by the name of each buffer, the line that writes to it; "" if that is unknown.
+    """
+    said = [name + (f" (at {line})" if line else "") for name, line in buffers.items()]
+    names = " and ".join(buffers)
+    return replace(
+        problem,
+        text=f"{problem.text}: the forward writes to {' and '.join(said)} what it computes of all "
+        f"rows, and then computes with it, and each micro-batch does so with its own rows",
+        remedy=f"compute with the values that {names} had ahead of the call, and write to it "
+        "outside of the model, once for each mini-batch, from what the pipeline returns; or give "
+        'chunks=1. A difference that does no harm is accepted with check="warn"',
     )
 
 

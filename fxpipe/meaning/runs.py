@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from fxpipe.meaning.said import INFER, broadcast
 from fxpipe.meaning.stilled import still
 from fxpipe.meaning.stirred import Values, in_place_of_zeros, stirred
 from fxpipe.runtime.random import seed_host
+from fxpipe.runtime.state import Attribute
 from fxpipe.trace import Traced, called, parameters_put_back, untouched
 from fxpipe.trace.gradients import without_saved_tensors
 from fxpipe.trace.isolation import Since
@@ -76,6 +78,17 @@ class ModelRuns:
                 return traced.rebuild(traced.graph_module.forward(*tensors))
 
         found._call = call
+        return found
+
+    def within(self, context: AbstractContextManager[Any]) -> ModelRuns:
+        """Runs of the model in the same way, of which the next one calls it within a context."""
+        found, call = copy(self), self._call
+
+        def called_within(args: Any, kwargs: Any) -> Any:
+            with context:
+                return call(args, kwargs)
+
+        found._call = called_within
         return found
 
     @property
@@ -214,18 +227,58 @@ class ModelRuns:
         and parameters after the last one. No call undoes what the call before it has changed."""
 
         def run() -> tuple[list[Any], dict[str, Tensor]]:
-            outputs = []
-            for tensors in calls:
-                args, kwargs = self.fill(tensors)
-                output = called(self.model, args, kwargs)
-                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
+            outputs = [self._values_of(tensors) for tensors in calls]
             own = (*self.model.named_parameters(), *self.model.named_buffers())
             return outputs, {n: t.detach().clone() for n, t in own if n in (self.changed or ())}
 
-        found: tuple[list[Any], dict[str, Tensor]]
-        with torch.set_grad_enabled(self.modes[0] is not None):
-            found = without_saved_tensors(lambda: self._quietly(run))
+        found: tuple[list[Any], dict[str, Tensor]] = self._undone(run)
         return found
+
+    def keeping(self, names: Sequence[str], calls: Sequence[list[Tensor]]) -> list[Any]:
+        """What the model gives in several calls, one after the other, if each of them finds only
+        these of the buffers, parameters and attributes as the call before it has left them, and
+        all others as they are now."""
+        kept: list[Callable[[], object]] = []
+
+        def run(tensors: list[Tensor]) -> Any:
+            for put in kept:
+                put()
+            output = self._values_of(tensors)
+            kept[:] = [self._putting(name) for name in names]
+            return output
+
+        return [self._undone(partial(run, tensors)) for tensors in calls]
+
+    def _values_of(self, tensors: list[Tensor]) -> Any:
+        """The values of the model's output, from a call whose effects stay."""
+        args, kwargs = self.fill(tensors)
+        return map_tensors(lambda t: t.detach().clone(), called(self.model, args, kwargs))
+
+    def _undone(self, run: Callable[[], Any]) -> Any:
+        """What a function gives that calls the model, whose effects are undone after it."""
+        with torch.set_grad_enabled(self.modes[0] is not None):
+            return without_saved_tensors(lambda: self._quietly(run))
+
+    def _putting(self, name: str) -> Callable[[], object]:
+        """A function that gives a buffer, parameter or attribute the value that it has now."""
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        tensors = {**module._parameters, **module._buffers}
+        value = tensors.get(own)
+        if value is None:
+            return Attribute(module, own).set
+        return partial(_put, module, own, value.detach().clone())
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter or a buffer of a module a value: where it has another shape, in place of
+    the tensor that it is."""
+    tensor = getattr(module, name)
+    if tensor is None or tensor.shape != value.shape:
+        setattr(module, name, value)
+        return
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def is_taken(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> bool:

@@ -19,7 +19,7 @@ from fxpipe.compiler.disk.key import Attributes
 from fxpipe.compiler.disk.relations import packed_sizes, unpacked_sizes
 from fxpipe.ir.graph import VALUE
 from fxpipe.ir.hooks import RECORDING
-from fxpipe.ir.log import line_of_the_user, warn
+from fxpipe.ir.log import each_once, line_of_the_user, warn
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchWarning
@@ -62,7 +62,7 @@ def heard(said: list[Said]) -> Iterator[None]:
     caught: list[Any] = []
     users = line_of_the_user()
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, each_once(None):
             warnings.simplefilter("always")
             yield
     finally:

@@ -646,3 +646,18 @@ def test_it_is_said_how_losses_are_put_together(loss_fn, options, said):
     with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn, **options) as pipe:
         pipe.step(x, target=x)
         assert said in " ".join(str(pipe.explain()).split())
+
+
+def test_why_a_loss_is_not_predicted_although_an_example_of_its_target_is_given_is_said():
+    def loss_fn(output, target):
+        return (output - target)[target > 0].square().mean()  # as many as the values say
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x, target = torch.randn(2, 8, 64)
+    given = {"loss_fn": loss_fn, "example_target": target, "loss_weight": lambda t: (t > 0).sum()}
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), **given) as pipe:
+        pipe.measure(x, target=target, rounds=1)
+        found = " ".join(str(pipe.explain()).split())
+    why = "which the prediction knows nothing: loss_fn does not run on tensors without values: "
+    assert why in found
+    assert "example_target= lets it be counted" not in found

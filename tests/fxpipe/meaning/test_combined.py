@@ -48,6 +48,35 @@ def said_of(loss_fn):
     return text
 
 
+def test_reports_say_that_a_loss_is_no_mean_with_the_call_that_mends_it():
+    def masked(output, target):
+        mask = (target[:, :1] > 0).float()
+        return ((output - target).square() * mask).sum() / mask.sum()
+
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=masked) as pipe:
+        with pytest.warns(BatchWarning, match="the loss is neither a mean") as told:
+            pipe.step(X, target=X.abs() * torch.tensor([1.0, -1] * 4).unsqueeze(1))
+        (warning,) = [str(each.message) for each in told]
+        assert "loss_weight=" in warning
+        assert f"meaning: {warning}" in str(pipe.report())
+        assert warning.removeprefix("the") in " ".join(str(pipe.explain()).split())
+
+
+def test_reports_say_that_a_loss_has_turned_out_to_be_no_mean_later():
+    def loss_fn(output, target):
+        return contrastive(output, target) if loss_fn.is_contrastive else F.mse_loss(output, target)
+
+    loss_fn.is_contrastive = False
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=loss_fn) as pipe:
+        pipe.step(X, target=X)
+        assert "neither a mean" not in str(pipe.explain())
+        loss_fn.is_contrastive = True
+        with pytest.warns(BatchWarning, match="the loss is neither a mean"):
+            pipe.step(X, target=X)
+        assert "neither a mean" in str(pipe.report())
+        assert "neither a mean" in str(pipe.explain())
+
+
 def test_no_weight_is_advised_for_a_loss_over_pairs_of_rows():
     text = said_of(contrastive)
     assert "loss_weight" not in text

@@ -186,6 +186,82 @@ def test_a_queue_that_has_rows_of_the_same_mini_batch_in_it_is_warned_of():
     assert "output depends on the state that an earlier call leaves in queue" in text
 
 
+def in_a_queue_and_counted(net, h):
+    count(net, h)
+    net.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return in_a_queue(net, h)
+
+
+def test_of_the_states_that_change_those_are_named_on_which_the_output_depends():
+    (text,) = said(Net(in_a_queue_and_counted))
+    assert "output depends on the state that an earlier call leaves in queue, and each" in text
+
+
+def by_one_of_two(net, h):
+    once = (net.calls > 0) * (net.mean.sum() != 0)
+    net.calls.add_(1)
+    net.mean.add_(1)
+    return h * (1 + once)
+
+
+def test_states_on_which_the_output_depends_only_together_are_named_together():
+    (text,) = said(Net(by_one_of_two))
+    assert "an earlier call leaves in mean, calls, and each" in text
+
+
+class Counter(nn.Module):
+    """Adds the number of its calls, which it keeps in a list, and keeps another number beside it
+    that nothing depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.last = [], 0
+
+    def forward(self, x):
+        self.last += 1
+        self.seen.append(1)
+        return x + len(self.seen)
+
+
+def test_an_attribute_on_which_the_output_depends_is_named_and_none_beside_it():
+    model = nn.Sequential(nn.Linear(D, D), Counter(), nn.Linear(D, D))
+    (text,) = said(model)
+    assert "an earlier call leaves in 1.seen, and each" in text
+    assert not model[1].seen, "the check leaves no trace"
+
+
+def less_the_mean(net, h):
+    net.calls.add_(1)
+    net.queue[:1].copy_(h.detach()[:1])
+    net.mean.lerp_(h.detach().mean(0), 0.1)  # of all rows
+    return h - net.mean
+
+
+def test_a_buffer_by_way_of_which_rows_are_mixed_is_named_with_its_line():
+    model = Net(less_the_mean)
+    with pytest.raises(fxpipe.BatchError, match="depends on which other rows") as error:
+        compiled(model)
+    text = str(error.value)
+    assert "the forward writes to mean (at " in text
+    assert "net.mean.lerp_(h.detach().mean(0), 0.1)  # of all rows) what it computes of" in text
+    assert "compute with the values that mean had ahead of the call" in text
+    assert "calls" not in text.replace("calls.add_", "")
+    assert "queue" not in text
+    assert not model.mean.any(), "the check leaves no trace"
+
+
+def flipped_and_counted(net, h):
+    net.calls.add_(1)
+    net.mean.lerp_(h.detach().mean(0), 0.1)
+    return h + h.flip(0) + net.calls
+
+
+def test_no_buffer_is_named_where_rows_are_mixed_without_it():
+    with pytest.raises(fxpipe.BatchError, match="depends on which other rows") as error:
+        compiled(Net(flipped_and_counted))
+    assert "the forward writes to" not in str(error.value)
+
+
 def largest(net, h):
     net.mean.copy_(torch.maximum(net.mean, h.detach().amax(0)))
     return h
