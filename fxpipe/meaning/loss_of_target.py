@@ -3,9 +3,12 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -130,6 +133,9 @@ class _LossOfTarget:
         out_dims: Mapping[str, int],
     ) -> None:
         args, kwargs = inputs
+        self._with_target = partial(
+            _LossOfTarget, model, inputs, in_dims, loss, asked=asked, out_dims=out_dims
+        )
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
         self.left_out = LabelsLeftOut()
         self.is_clear = True
@@ -325,6 +331,10 @@ class _LossOfTarget:
                 weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]
                 verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
+        needed_whole = self._needed_whole(verdict)
+        if needed_whole and verdict.trial is None:
+            # Micro-batches would be given parts of it, whatever the user accepts or says.
+            refuse(replace(asked, check=asked.check or "warn"), needed_whole)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:
@@ -338,17 +348,53 @@ class _LossOfTarget:
                 self.is_decided = False  # the step will raise the same error
                 return None
             # It has to be put together in some way, which is said whatever the user accepts.
-            refuse(replace(asked, check=asked.check or "warn"), messages.unknown_loss(verdict))
+            text = messages.unknown_loss(verdict, self._cut_as_rows())
+            refuse(replace(asked, check=asked.check or "warn"), text)
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
             self.is_decided = False  # it is no tensor: the step will raise an error
             return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            if text := self._about(verdict):
+            if text := needed_whole or self._about(verdict):
                 asked.warn(text.replace(LOSS, "the loss", 1))
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _needed_whole(self, verdict: Verdict) -> str:
+        """The message for tensors of the target that are cut into micro-batches, since they have as
+        many elements as the batch has rows, where the losses of micro-batches make that of the
+        whole batch only if each is given all of them; "" if there are none, or if nobody asks."""
+        target, names = self.target, self._cut_as_rows()
+        is_asked = self.asked.check or verdict.trial is None
+        if verdict.is_exact or not is_asked or len(names) < 2:
+            return ""
+        for count in 1, 2:
+            for some in combinations(names, count):
+                has_batch = [is_cut and i not in some for i, is_cut in enumerate(target.has_batch)]
+                if self._makes_the_whole(replace(target, has_batch=has_batch)):
+                    rows = rows_in(self.named, self.own) or 0
+                    return messages.needed_whole([names[i] for i in some], rows)
+        return ""
+
+    def _makes_the_whole(self, target: Targets) -> bool:
+        """Whether the losses of micro-batches make that of the whole batch with a target that is
+        cut otherwise."""
+        with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
+            warnings.simplefilter("ignore")
+            verdict = self._with_target(target).verdict()
+        return verdict.is_exact and LOSS not in verdict.unclear
+
+    def _cut_as_rows(self) -> dict[int, str]:
+        """The tensors of the target that are cut into micro-batches, by their places in it: what to
+        write for each of them."""
+        keys, leaves = _keys_of(self.target, self.places), self.target.leaves
+        names = {place: keys.get(i) for i, place in enumerate(self.places)}
+        return {
+            i: f"target[{names[i]!r}]" if names[i] is not None else f"a tensor of shape {shape}"
+            for i, (leaf, is_cut) in enumerate(zip(leaves, self.target.has_batch, strict=True))
+            if is_cut and isinstance(leaf, Tensor) and (shape := tuple(leaf.shape))
+        }
 
     def _is_taken_in_a_step(self) -> bool:
         """Whether the loss function takes the first micro-batch as a step gives it to it: with
