@@ -331,10 +331,10 @@ class _LossOfTarget:
                 weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]
                 verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
-        needed_whole = self._needed_whole(verdict)
-        if needed_whole and verdict.trial is None:
-            # Micro-batches would be given parts of it, whatever the user accepts or says.
-            refuse(replace(asked, check=asked.check or "warn"), needed_whole)
+        otherwise = self._to_be_cut_otherwise(verdict)
+        if otherwise and verdict.trial is None:
+            # Micro-batches would be given other parts, whatever the user accepts or says.
+            refuse(replace(asked, check=asked.check or "warn"), otherwise)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:
@@ -355,46 +355,69 @@ class _LossOfTarget:
             return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            if text := needed_whole or self._about(verdict):
+            if text := otherwise or self._about(verdict):
                 asked.warn(text.replace(LOSS, "the loss", 1))
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
 
-    def _needed_whole(self, verdict: Verdict) -> str:
-        """The message for tensors of the target that are cut into micro-batches, since they have as
-        many elements as the batch has rows, where the losses of micro-batches make that of the
-        whole batch only if each is given all of them; "" if there are none, or if nobody asks."""
-        target, names = self.target, self._cut_as_rows()
-        is_asked = self.asked.check or verdict.trial is None
-        if verdict.is_exact or not is_asked or len(names) < 2:
+    def _to_be_cut_otherwise(self, verdict: Verdict) -> str:
+        """The message for a target that does not make the whole batch's loss as it is cut into
+        micro-batches, but would if it were cut otherwise; "" if there is no such way, or if nobody
+        asks."""
+        if verdict.is_exact or not (self.asked.check or verdict.trial is None):
             return ""
-        for count in 1, 2:
+        names = self._cut_as_rows()
+        return self._along_another(names) or self._needed_whole(names)
+
+    def _along_another(self, names: Mapping[int, str]) -> str:
+        """The message for tensors that have the batch where the inputs have it, which is not their
+        first dimension, and that are as large along both; "" if there are none."""
+        dims = {dim for dim in self.own if dim is not None}
+        dim = dims.pop() if len(dims) == 1 else 0
+        shapes = {i: self.target.leaves[i].shape for i in names}
+        square = [i for i, shape in shapes.items() if dim < len(shape) and shape[dim] == shape[0]]
+        for some in (square, *([i] for i in square)) if dim and square else ():
+            if self._makes_the_whole(self.target, {self.places.index(i): dim for i in some}):
+                return messages.along_another([names[i] for i in some], dim)
+        return ""
+
+    def _needed_whole(self, names: Mapping[int, str]) -> str:
+        """The message for tensors that have as many elements as the batch has rows, where the
+        losses of micro-batches make that of the whole batch only if each is given all of them; ""
+        if there are none."""
+        has_batch = self.target.has_batch
+        for count in (1, 2) if len(names) > 1 else ():
             for some in combinations(names, count):
-                has_batch = [is_cut and i not in some for i, is_cut in enumerate(target.has_batch)]
-                if self._makes_the_whole(replace(target, has_batch=has_batch)):
+                kept = [is_cut and i not in some for i, is_cut in enumerate(has_batch)]
+                if self._makes_the_whole(replace(self.target, has_batch=kept), {}):
                     rows = rows_in(self.named, self.own) or 0
                     return messages.needed_whole([names[i] for i in some], rows)
         return ""
 
-    def _makes_the_whole(self, target: Targets) -> bool:
+    def _makes_the_whole(self, target: Targets, dims: Mapping[int, int]) -> bool:
         """Whether the losses of micro-batches make that of the whole batch with a target that is
-        cut otherwise."""
+        cut otherwise. ``dims``: the dimensions of some of its tensors, by their places in
+        ``places``, that are not the first ones."""
+        other = self._with_target(target)
+        for place, dim in dims.items():
+            other.dims[self.count + place] = dim
         with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
             warnings.simplefilter("ignore")
-            verdict = self._with_target(target).verdict()
+            verdict = other.verdict()
         return verdict.is_exact and LOSS not in verdict.unclear
 
     def _cut_as_rows(self) -> dict[int, str]:
         """The tensors of the target that are cut into micro-batches, by their places in it: what to
         write for each of them."""
-        keys, leaves = _keys_of(self.target, self.places), self.target.leaves
-        names = {place: keys.get(i) for i, place in enumerate(self.places)}
-        return {
-            i: f"target[{names[i]!r}]" if names[i] is not None else f"a tensor of shape {shape}"
-            for i, (leaf, is_cut) in enumerate(zip(leaves, self.target.has_batch, strict=True))
-            if is_cut and isinstance(leaf, Tensor) and (shape := tuple(leaf.shape))
-        }
+        keys, found = _keys_of(self.target, self.places), dict[int, str]()
+        for k, place in enumerate(self.places):
+            leaf = self.target.leaves[place]
+            if self.target.has_batch[place] and isinstance(leaf, Tensor):
+                unnamed = f"a tensor of shape {tuple(leaf.shape)} in the target"
+                written = "target" if keys.get(k) == "" else f"target[{keys.get(k)!r}]"
+                found[place] = written if k in keys else unnamed
+        return found
 
     def _is_taken_in_a_step(self) -> bool:
         """Whether the loss function takes the first micro-batch as a step gives it to it: with
