@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.compiler import written_again
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
@@ -139,7 +140,15 @@ class Compiler(LaterChecks):
         if (*key, taken) not in mode.steps:
             mode.steps[(*key, taken)] = self.lowering.step(mode, key[0], target, found.dim)
             mode.refresh()
+            self._tell_of_written_again(mode, mode.steps[(*key, taken)])
         return mode.steps[(*key, taken)], target
+
+    def _tell_of_written_again(self, mode: Mode, step: Unrolled) -> None:
+        """Warn of buffers that a checkpoint of the model's own writes to in another order than in a
+        loop over the micro-batches."""
+        found = written_again.out_of_order(mode.stage_graph, step.graph_module)
+        if found and self.options.check:
+            self._asked.warn(written_again.said(found))
 
     def _tell_of_hooks(self) -> None:
         """Warn of hooks on the model itself: those of its calls, which a step does not make."""

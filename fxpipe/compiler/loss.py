@@ -257,6 +257,18 @@ class MiniBatch:
     """The ways in which the target may be cut into micro-batches, the likeliest first."""
 
 
+def _along_another(target: Tensor, batch: int) -> str:
+    """What to say of a target of which another dimension than the first is as large as the batch;
+    "" if there is none."""
+    dim = next((dim for dim, size in enumerate(target.shape) if size == batch), None)
+    if dim is None:
+        return ""
+    return (
+        f"Its dimension {dim} is: if the batch is along that one, give it transposed, by "
+        f"target.transpose(0, {dim}), and let loss_fn take it so. "
+    )
+
+
 def _is_split(leaf: Any, batch: int | None) -> bool:
     if isinstance(leaf, ListOfRows):
         return True
@@ -274,9 +286,9 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
     if leaf.shape[0] != batch:
         raise ValueError(
             f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
-            f"{batch} rows: its first dimension must be as large. Where rows of several lengths "
-            "are joined in it, pad them to one length, or give a list with one element for each "
-            "row. What all rows share is the loss function's: an attribute, or an argument by "
-            "functools.partial(loss_fn, weight=weight)"
+            f"{batch} rows: its first dimension must be as large. {_along_another(leaf, batch)}"
+            "Where rows of several lengths are joined in it, pad them to one length, or give a "
+            "list with one element for each row. What all rows share is the loss function's: an "
+            "attribute, or an argument by functools.partial(loss_fn, weight=weight)"
         )
     return True

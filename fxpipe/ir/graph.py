@@ -35,6 +35,7 @@ CARRIED = "carried"  #: Carried | None (passes.to_rank.carried): what a transfer
 LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
 BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it
+AGAIN = "again"  #: tuple[str, ...]: the buffers that it writes to once more in its backward
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
 SAME_AS = "same_as"  #: tuple[str, ...]: the nodes whose tensors this one returns unchanged

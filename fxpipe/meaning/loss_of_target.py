@@ -3,9 +3,12 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -134,6 +137,9 @@ class _LossOfTarget:
         out_dims: Mapping[str, int],
     ) -> None:
         args, kwargs = inputs
+        self._with_target = partial(
+            _LossOfTarget, model, inputs, in_dims, loss, asked=asked, out_dims=out_dims
+        )
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
         self.left_out = LabelsLeftOut()
         self.is_clear = True
@@ -331,6 +337,10 @@ class _LossOfTarget:
                 weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]
                 verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
+        otherwise = self._to_be_cut_otherwise(verdict)
+        if otherwise and verdict.trial is None:
+            # Micro-batches would be given other parts, whatever the user accepts or says.
+            refuse(replace(asked, check=asked.check or "warn"), otherwise)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:
@@ -345,19 +355,77 @@ class _LossOfTarget:
                 self.is_decided = False  # the step will raise the same error
                 return None
             # It has to be put together in some way, which is said whatever the user accepts.
-            self.note = messages.unknown_loss(verdict)
+            self.note = messages.unknown_loss(verdict, self._cut_as_rows())
             refuse(replace(asked, check=asked.check or "warn"), self.note)
         if verdict.trial is not None and LOSS not in verdict.trial.whole:
             self.is_decided = False  # it is no tensor: the step will raise an error
             return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            if text := self._about(verdict):
+            if text := otherwise or self._about(verdict):
                 self.note = text.replace(LOSS, "the loss", 1)
                 asked.warn(self.note)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _to_be_cut_otherwise(self, verdict: Verdict) -> str:
+        """The message for a target that does not make the whole batch's loss as it is cut into
+        micro-batches, but would if it were cut otherwise; "" if there is no such way, or if nobody
+        asks."""
+        if verdict.is_exact or not (self.asked.check or verdict.trial is None):
+            return ""
+        names = self._cut_as_rows()
+        return self._along_another(names) or self._needed_whole(names)
+
+    def _along_another(self, names: Mapping[int, str]) -> str:
+        """The message for tensors that have the batch where the inputs have it, which is not their
+        first dimension, and that are as large along both; "" if there are none."""
+        dims = {dim for dim in self.own if dim is not None}
+        dim = dims.pop() if len(dims) == 1 else 0
+        shapes = {i: self.target.leaves[i].shape for i in names}
+        square = [i for i, shape in shapes.items() if dim < len(shape) and shape[dim] == shape[0]]
+        for some in (square, *([i] for i in square)) if dim and square else ():
+            if self._makes_the_whole(self.target, {self.places.index(i): dim for i in some}):
+                return messages.along_another([names[i] for i in some], dim)
+        return ""
+
+    def _needed_whole(self, names: Mapping[int, str]) -> str:
+        """The message for tensors that have as many elements as the batch has rows, where the
+        losses of micro-batches make that of the whole batch only if each is given all of them; ""
+        if there are none."""
+        has_batch = self.target.has_batch
+        for count in (1, 2) if len(names) > 1 else ():
+            for some in combinations(names, count):
+                kept = [is_cut and i not in some for i, is_cut in enumerate(has_batch)]
+                if self._makes_the_whole(replace(self.target, has_batch=kept), {}):
+                    rows = rows_in(self.named, self.own) or 0
+                    return messages.needed_whole([names[i] for i in some], rows)
+        return ""
+
+    def _makes_the_whole(self, target: Targets, dims: Mapping[int, int]) -> bool:
+        """Whether the losses of micro-batches make that of the whole batch with a target that is
+        cut otherwise. ``dims``: the dimensions of some of its tensors, by their places in
+        ``places``, that are not the first ones."""
+        other = self._with_target(target)
+        for place, dim in dims.items():
+            other.dims[self.count + place] = dim
+        with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
+            warnings.simplefilter("ignore")
+            verdict = other.verdict()
+        return verdict.is_exact and LOSS not in verdict.unclear
+
+    def _cut_as_rows(self) -> dict[int, str]:
+        """The tensors of the target that are cut into micro-batches, by their places in it: what to
+        write for each of them."""
+        keys, found = _keys_of(self.target, self.places), dict[int, str]()
+        for k, place in enumerate(self.places):
+            leaf = self.target.leaves[place]
+            if self.target.has_batch[place] and isinstance(leaf, Tensor):
+                unnamed = f"a tensor of shape {tuple(leaf.shape)} in the target"
+                written = "target" if keys.get(k) == "" else f"target[{keys.get(k)!r}]"
+                found[place] = written if k in keys else unnamed
+        return found
 
     def _is_taken_in_a_step(self) -> bool:
         """Whether the loss function takes the first micro-batch as a step gives it to it: with

@@ -264,8 +264,37 @@ def unclear(path: str) -> str:
     )
 
 
-def unknown_loss(verdict: Verdict) -> str:
-    """The message for a ``loss_fn`` where the check cannot tell a mean from a sum."""
+def needed_whole(names: Sequence[str], rows: int) -> str:
+    """The message for tensors of a target that have as many elements as the batch has rows, and of
+    which each micro-batch needs all. ``names``: what to write for them."""
+    has, is_cut, them = ("has", "it is", "it") if len(names) == 1 else ("have", "they are", "them")
+    return (
+        f"{' and '.join(names)} {has} {rows} elements along the first dimension, as many as the "
+        f"batch has rows, so that {is_cut} cut into micro-batches as rows are; but the losses of "
+        f"micro-batches make that of the whole batch only if each of them is given all of {them}, "
+        "as of a weight for each class. What all rows share is the loss function's, and no part of "
+        f"the target: give {them} as an attribute of loss_fn, or as an argument by "
+        "functools.partial(loss_fn, weight=weight)"
+    )
+
+
+def along_another(names: Sequence[str], dim: int) -> str:
+    """The message for tensors of a target that have the batch along another dimension than the
+    first. ``names``: what to write for them."""
+    said = "the target" if list(names) == ["target"] else " and ".join(names)
+    is_cut, first = ("is cut", "its") if len(names) == 1 else ("are cut", "their")
+    them = "it" if len(names) == 1 else "them"
+    return (
+        f"{said} {is_cut} into micro-batches along {first} first dimension, as all targets are, "
+        f"and the inputs along dimension {dim}; but the losses of micro-batches make that of the "
+        f"whole batch only if both are cut along dimension {dim}: give {them} transposed, by "
+        f"{names[0]}.transpose(0, {dim}), and let loss_fn take {them} so"
+    )
+
+
+def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
+    """The message for a ``loss_fn`` where the check cannot tell a mean from a sum. ``cut``: what to
+    write for the tensors of the target that are cut into micro-batches."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
     found = [] if verdict.trial is None else list(verdict.trial.whole.values())
     numbers = [each.item() for each in found if isinstance(each, Tensor) and each.numel() == 1]
@@ -275,10 +304,18 @@ def unknown_loss(verdict: Verdict) -> str:
         first = str(verdict.failure).strip().splitlines()[:1]
         why = "on other numbers of rows it, or the model, raises "
         why += f"{type(verdict.failure).__name__}: {first[0] if first else ''}"
+    as_rows = ""
+    if len(cut) > 1:
+        as_rows = (
+            f". Of the target, {' and '.join(cut.values())} are cut into micro-batches as rows, "
+            "because their first dimensions are as large as the batch: if one of them has no row "
+            "for each row of the batch, such as a weight for each class, it is the loss "
+            "function's: an attribute, or an argument by functools.partial(loss_fn, weight=weight)"
+        )
     return (
         f"whether loss_fn is a mean over the rows or a sum could not be found out: {why}. Give "
         'loss_weight="rows" if it is a mean over the rows, loss_weight="sum" if it is a sum, or a '
-        "function of the target that says by how much each micro-batch counts"
+        f"function of the target that says by how much each micro-batch counts{as_rows}"
     )
 
 

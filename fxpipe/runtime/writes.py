@@ -54,6 +54,21 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
             yield from (each for each in several if isinstance(each, Tensor))
 
 
+def statistics_written_by(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[Tensor]:
+    """The running statistics among the arguments of a batch norm that it writes to, which its
+    schema does not say."""
+    schema = schema_of(func)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if "running_mean" not in names:
+        return
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if given.get("training", given.get("train", True)):
+        running = given.get("running_mean"), given.get("running_var")
+        yield from (each for each in running if isinstance(each, Tensor))
+
+
 def same_values(tensor: Tensor, before: Tensor) -> bool:
     """Whether a tensor still has the values of ``before``, a copy of it. Both may be sparse."""
     if tensor.layout == torch.strided:

@@ -306,7 +306,11 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
             last = error
     if written:
         name, where = next(iter(written.items()))
-        reasons.append(f"It writes to its parameters: {name}, by {where}")
+        reasons.append(
+            f"It writes to its parameters: {name}, by {where}. Update them outside of the forward, "
+            "after each step; or keep these tensors in buffers (self.register_buffer), to which a "
+            "forward may write"
+        )
     if references:
         reasons += outside.reasons(example)
     raise TraceError(

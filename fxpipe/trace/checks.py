@@ -211,6 +211,11 @@ def _compare(
         if not may_be_the_models(error):
             raise
         raise Refused(f"its graph fails {where}: {first_line(error)}") from error
+    if watched and expected.written.keys() != actual.written.keys():
+        ours, theirs = (", ".join(each.written) or "none" for each in (actual, expected))
+        raise Refused(
+            f"its graph differs {where}: it writes to the parameters {ours}, the model to {theirs}"
+        )
     for name, one, other in (
         ("output", expected.output, actual.output),
         ("buffers", expected.buffers, actual.buffers),

@@ -27,7 +27,7 @@ from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
-from fxpipe.trace.isolation import buffers_kept, untouched
+from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import running_lines
 from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
@@ -44,6 +44,7 @@ def front_end(example: Example) -> Traced:
     # ``untouched`` removes the constants that fx leaves on the model as attributes.
     with (
         untouched(model) as since,
+        parameters_put_back(model) as written,
         fx_here(),
         functions_handled(_as_a_node),
         skip.tracking(model),
@@ -56,6 +57,11 @@ def front_end(example: Example) -> Traced:
         if since.drew_random_numbers():
             raise Refused(
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
+            )
+        for name, write in written.items():
+            raise Refused(
+                f"it writes to its parameter {name} (by {write.where}) while it is traced, so that "
+                "the graph does not write to it"
             )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)

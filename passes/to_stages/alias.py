@@ -32,8 +32,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
-from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.graph import AGAIN, ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
 from fxpipe.ir.tensors import memory_of, tensors_of
+from fxpipe.runtime.checkpointing.regions import regions_within
+from fxpipe.runtime.writes import statistics_written_by
 from passes.common.fakes import FakeInterpreter, backward_edges, history_of
 
 
@@ -46,7 +48,8 @@ class Alias:
     a group of nodes that have to stay in one stage; ``meta["same_as"]`` names the nodes whose
     tensors the node returns just as it was given them; ``meta["random"]`` is set where random
     numbers are drawn, and ``meta["no_backward"]`` where a value has autograd history that the
-    backward from the outputs does not reach.
+    backward from the outputs does not reach. ``meta["again"]`` names the buffers to which a
+    checkpoint of the model's own writes a second time when its backward runs its forward again.
 
     ``training``: whether there is a backward; if not, no value of a node gets a gradient.
     """
@@ -57,11 +60,11 @@ class Alias:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
-            for key in (WRITES, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
+            for key in (WRITES, AGAIN, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
         inputs = seen.fake(self.inputs)
-        with seen.mode, seen.randomness, torch.set_grad_enabled(self.training):
+        with seen.mode, seen.randomness, seen.statistics, torch.set_grad_enabled(self.training):
             seen.run(*inputs)
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
         if _follow_identities(seen, position):
@@ -108,6 +111,18 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the running statistics that batch norms write to: no version counter tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()  # by id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.written.update(map(id, statistics_written_by(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator that can draw random numbers draws any in this call.
 
@@ -126,7 +141,7 @@ class _Watcher(FakeInterpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.garbage_collect_values = False  # new values would get the memory of freed ones
-        self.randomness = _Randomness()
+        self.randomness, self.statistics = _Randomness(), _Statistics()
         self.kept: list[Tensor] = []
         self.given: dict[int, list[fx.Node]] = {}  # by memory: nodes whose results are there
         self.written: dict[fx.Node, set[int]] = {}  # by node: the memories that it writes to
@@ -141,6 +156,29 @@ class _Watcher(FakeInterpreter):
         self.kept += buffers  # else other tensors could get their ids
         return buffers
 
+    def _written_again(
+        self, node: fx.Node, own: list[Tensor], versions: list[int], value: Any
+    ) -> tuple[str, ...]:
+        """The buffers, by their paths in the model, that a node has written to within a checkpoint
+        of the model's own, whose backward runs that part of the node again, with its writes.
+
+        Args:
+            own: the buffers of the module that the node calls, with the versions that they had.
+            value: what the node gives: without a gradient there is no backward.
+        """
+        if not own or not any(tensor.requires_grad for tensor in tensors_of(value)):
+            return ()
+        changed = (b for b, version in zip(own, versions, strict=True) if version_of(b) != version)
+        written = self.statistics.written.union(map(id, changed))
+        found: dict[int, str] = {}
+        # The innermost regions come first: they have the buffer at its path in the model.
+        for region in reversed(list(regions_within(self.fetch_attr(str(node.target))))):
+            for path, buffer in region.body.named_buffers():
+                fake = id(self.fake(buffer))
+                if region.settings.options.writes_again and fake in written:
+                    found.setdefault(fake, path)
+        return tuple(found.values())
+
     def sharing(self, memories: set[int]) -> list[fx.Node]:
         """The nodes whose results share memory with any of these tensors."""
         return list(dict.fromkeys(node for m in memories for node in self.given[m]))
@@ -151,6 +189,7 @@ class _Watcher(FakeInterpreter):
         own = self._buffers(n)
         versions = [version_of(buffer) for buffer in own]
         self.randomness.has_drawn = False
+        self.statistics.written.clear()
         value = super().run_node(n)
         written = {memory_of(tensor) for tensor, version in before if version_of(tensor) != version}
         if written:
@@ -161,6 +200,8 @@ class _Watcher(FakeInterpreter):
                 self.written_buffers.add(id(buffer))
         if self.randomness.has_drawn:
             n.meta[RANDOM] = True
+        if again := self._written_again(n, own, versions, value):
+            n.meta[AGAIN] = again
         if n.op != "output":
             n.meta[VALUE] = value
             for memory in {memory_of(tensor) for tensor in tensors_of(value)}:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -291,3 +293,44 @@ def test_quantised_layers_have_packed_ones():
             assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
     finally:
         torch.backends.quantized.engine = before
+
+
+class Taught(nn.Module):
+    """A student, whose forward moves its teacher, with the loss between them."""
+
+    def __init__(self, is_moved_first: bool) -> None:
+        super().__init__()
+        self.is_moved_first, self.head = is_moved_first, nn.Linear(8, 8)
+        self.body, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.teacher.load_state_dict(self.body.state_dict())
+
+    @torch.no_grad()
+    def taught(self, x: Tensor) -> Tensor:
+        found = None if self.is_moved_first else self.teacher(x)
+        for old, new in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            old.mul_(0.9).add_(new, alpha=0.1)
+        return self.teacher(x) if found is None else found
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.body(x))
+        return F.mse_loss(y, self.taught(x))
+
+
+@pytest.mark.filterwarnings("ignore::fxpipe.BatchWarning")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("is_moved_first", [False, True])
+def test_a_teacher_that_the_forward_moves_is_moved_as_in_the_loop(is_moved_first, schedule):
+    model, batches = Taught(is_moved_first), torch.randn(4, 6, 8)
+    alone = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), 0.5) for each in (model, alone))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, schedule=schedule) as pipe:
+        for x in (*batches, torch.randn(6, 2, 8)):  # the last one is compiled for, once they differ
+            loss = pipe.step(x, optimizer=ours, zero_grad=True)
+            losses = [alone(part) for part in x.chunk(3)]
+            wanted = sum(losses, torch.zeros(())) / 3
+            wanted.backward()
+            theirs.step()
+            theirs.zero_grad()
+            torch.testing.assert_close(loss, wanted.detach())
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own, other)

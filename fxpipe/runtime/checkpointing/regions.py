@@ -98,6 +98,11 @@ def region_of(module: nn.Module) -> Region | None:
     return function if isinstance(function, Region) else None
 
 
+def regions_within(module: nn.Module) -> Iterator[Region]:
+    """The regions among the modules that a module consists of, itself included."""
+    return (part for part in module.modules() if isinstance(part, Region))
+
+
 def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
     """A module for a node to call in place of ``module``: the same region, with another body."""
     region = region_of(module)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.trace import TraceError, trace
 from fxpipe.trace.isolation import called, untouched
@@ -186,6 +188,77 @@ def test_a_model_that_writes_to_its_weights_at_every_call_may_and_tracing_does_n
     traced = trace(model, (ids,))
     assert torch.equal(model[0].weight, before)
     assert torch.equal(run(traced, ids), model(ids))
+
+
+class Student(nn.Module):
+    """Has a teacher, a moving average of it, that the forward moves."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.head = way, nn.Linear(8, 8)
+        self.body, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def move(self) -> None:
+        for old, new in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            if "data" in self.way:
+                old.data.mul_(0.9).add_(new.data, alpha=0.1)
+            else:
+                old.mul_(0.9).add_(new, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad() if "no_grad" in self.way else nullcontext():
+            if "first" in self.way:
+                self.move()
+            taught = self.teacher(x).detach()
+        y = (self.head(self.body(x)) - taught).square().mean(1)
+        with torch.no_grad() if "no_grad" in self.way else nullcontext():
+            if "last" in self.way:
+                self.move()
+        return y
+
+
+@pytest.mark.parametrize("way", ["no_grad first", "no_grad last", "data first", "data last"])
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_teacher_that_the_forward_moves_is_moved_by_the_graph_and_not_by_tracing(
+    way: str, is_alike: bool
+) -> None:
+    model = Student(way)
+    if is_alike:  # as is usual at first: then no move shows
+        model.teacher.load_state_dict(model.body.state_dict())
+    before = copy.deepcopy(model)
+    traced = trace(model, (x(),))
+    assert same(list(model.parameters()), list(before.parameters()))
+    with torch.no_grad():
+        for each in model, before:
+            each.body.weight.mul_(2)
+        for _ in range(2):
+            torch.testing.assert_close(run(traced, x()), before(x()))
+    torch.testing.assert_close(model.teacher.weight, before.teacher.weight)
+    assert not torch.equal(model.teacher.weight, model.body.weight)
+
+
+def test_a_graph_that_does_not_write_to_the_parameters_is_refused() -> None:
+    with pytest.raises(
+        TraceError,
+        match=r"symbolic: it writes to its parameter teacher.weight \(by .*mul_\(0.9\).*\) while "
+        r"it is traced(.|\n)*Update them outside of the forward, after each step; or keep these "
+        r"tensors in buffers \(self.register_buffer\)",
+    ):
+        trace(Student("data last"), (x(),), tracer="symbolic")
+    with pytest.raises(
+        TraceError, match=r"it writes to the parameters none, the model to teacher.weight, teach"
+    ):
+        trace(Student("no_grad last"), (x(),), tracer=lambda *given: without_moves(given[0]))
+
+
+def without_moves(model: nn.Module) -> fx.GraphModule:
+    """A graph of a student without the moves of its teacher."""
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    taught, own = graph.call_module("teacher", (given,)), graph.call_module("body", (given,))
+    found = graph.call_function(torch.sub, (graph.call_module("head", (own,)), taught))
+    graph.output(graph.call_method("mean", (graph.call_method("square", (found,)), 1)))
+    return fx.GraphModule(model, graph)
 
 
 def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:

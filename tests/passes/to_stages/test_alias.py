@@ -3,8 +3,10 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.graph import AGAIN, ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
 from fxpipe.ir.printing import format_graph
+from fxpipe.runtime.checkpointing.options import CheckpointOptions
+from fxpipe.runtime.checkpointing.regions import Region, Settings
 from passes import Alias
 
 
@@ -240,3 +242,21 @@ def ended(parts, names):
 class Ended(nn.Module):
     def forward(self, x):
         return ended([x, x + 1], {"first": x})
+
+
+def test_buffers_that_a_checkpoint_of_the_model_writes_to_again_are_noted():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval())
+            settings = Settings(CheckpointOptions(writes_again=True))
+            self.part = Region(fx.symbolic_trace(part), settings, (0,))
+
+        def forward(self, x):
+            return self.part(x)
+
+    model, tracer = Model(), fx.Tracer()
+    tracer.is_leaf_module = lambda module, path: isinstance(module, Region)
+    gm = Alias((torch.ones(2, 4),))(fx.GraphModule(model, tracer.trace(model)))
+    noted = {n.name: n.meta[AGAIN] for n in gm.graph.nodes if AGAIN in n.meta}
+    assert noted == {"part": ("1.running_mean", "1.running_var", "1.num_batches_tracked")}
