@@ -340,6 +340,7 @@ class _LossOfTarget:
         otherwise = self._to_be_cut_otherwise(verdict)
         if otherwise and verdict.trial is None:
             # Micro-batches would be given other parts, whatever the user accepts or says.
+            self.note = otherwise
             refuse(replace(asked, check=asked.check or "warn"), otherwise)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
