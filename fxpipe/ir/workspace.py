@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import copies_of
-from fxpipe.ir.graph import SAVED, VALUE, WORKSPACE, nodes_of_stages
+from fxpipe.ir.cost import copies_of, saved_by, state_of
+from fxpipe.ir.graph import VALUE, WORKSPACE, nodes_of_stages
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
 
 
@@ -109,9 +109,10 @@ def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
     return list(map(workspace_of, nodes_of_stages(graph)))
 
 
-def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
-    """What a stage needs that consists of these nodes."""
-    walk = _Walk(nodes)
+def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> StageWorkspace:
+    """What a stage needs that consists of these nodes. ``state``: as for
+    :func:`fxpipe.ir.cost.saved_by`."""
+    walk = _Walk(nodes, state)
     kept = sum(walk.kept.values())
     backward, *_ = walk.backward(in_halves=False)
     half, between, _ = walk.backward(in_halves=True)
@@ -150,18 +151,12 @@ def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
 class _Walk:
     """The nodes of a stage, with the memories of their values."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> None:
         self.nodes, members = nodes, set(nodes)
-        self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
+        self.saved = saved_by(nodes, state)
         self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
-        sources = {source for node in nodes for source in node.all_input_nodes}
-        self.state = {
-            memory_of(tensor)
-            for source in sources
-            if source.op == "get_attr"
-            for tensor in tensors_of(source.meta.get(VALUE))
-        }
-        self.sources = sources - members
+        self.state = state | state_of(nodes)
+        self.sources = {source for node in nodes for source in node.all_input_nodes} - members
         self.inputs: dict[int, int] = {}
         for source in self.sources:
             self.inputs |= self._memories(source)

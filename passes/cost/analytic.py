@@ -35,6 +35,7 @@ from fxpipe.ir.graph import (
     LARGER,
     NO_BACKWARD,
     SAVED,
+    SAVED_STATE,
     VALUE,
     WORKSPACE,
     attribute,
@@ -60,7 +61,9 @@ class AnalyticCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
     ``meta["saved"]`` lists the memories of the tensors that a node saves for its backward. A memory
-    that several nodes save counts to ``activation_bytes`` of the first of them.
+    that several nodes save counts to ``activation_bytes`` of the first of them. Views of parameters
+    that other nodes have made are listed by themselves (``meta["saved_state"]``): they take memory
+    only in stages that do not have these parameters.
 
     Args:
         device: the description of the device, by which times are estimated.
@@ -87,7 +90,10 @@ class AnalyticCost:
         for node in stage_nodes(gm.graph):
             work = runs.of(node)
             node.meta[WORK] = work
-            node.meta[SAVED] = tuple(runs.saved(node, work).items())
+            saved = runs.saved(node, work)
+            state = runs.state.intersection(saved)
+            node.meta[SAVED] = tuple((m, size) for m, size in saved.items() if m not in state)
+            node.meta[SAVED_STATE] = tuple((m, saved[m]) for m in state)
             node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable(gm, node))
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
@@ -219,8 +225,8 @@ class _Runs:
 
     def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
         """The memories that a node saves for its backward, other than those of parameters and
-        buffers, and their bytes. If there are no backwards: the memories of its outputs, which are
-        kept to the end of the call if they are the model's."""
+        buffers that it uses itself, and their bytes. If there are no backwards: the memories of its
+        outputs, which are kept to the end of the call if they are the model's."""
         if not self.training:
             made = tensors_of(node.meta[VALUE]) if node in self.outputs else []
             sizes = {memory_of(t): memory_bytes(t) for t in made if memory_of(t) not in self.given}
@@ -232,7 +238,9 @@ class _Runs:
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
-        return {memory: size for memory, size in found.items() if memory not in self.state}
+        used = [source for source in node.all_input_nodes if source.op == "get_attr"]
+        own = set(map(memory_of, _values(used)))
+        return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
         with self.interpreter.mode, torch.set_grad_enabled(self.training):
