@@ -11,13 +11,14 @@ from fxpipe.ir.graph import (
     BROUGHT,
     COPIES,
     COST,
+    MEMORIES,
     SAVED,
     SAVED_STATE,
     SHARED,
     VALUE,
     nodes_of_stages,
 )
-from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
 FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
 """The parts of a cost that do not depend on the batch."""
@@ -133,10 +134,10 @@ def state_of(nodes: Iterable[fx.Node]) -> set[int]:
     operators take them from there, and not the modules that it calls."""
     sources = {source for node in nodes for source in (node, *node.all_input_nodes)}
     return {
-        memory_of(tensor)
+        memory
         for source in sources
         if source.op == "get_attr" or not source.meta.keys().isdisjoint((SHARED, BROUGHT))
-        for tensor in tensors_of(source.meta.get(VALUE))
+        for memory, _ in memories_of(source)
     }
 
 
@@ -155,11 +156,21 @@ def copies_of(node: fx.Node) -> tuple[int, ...]:
     return found or (1,) * len(tensors_of(node.meta.get(VALUE)))
 
 
-def times_done(node: fx.Node) -> int:
-    """How many times a node's whole work is done in a mini-batch: once if its inputs or its value
-    are divided among the micro-batches, and otherwise once for each micro-batch."""
-    sources = (source for source in node.all_input_nodes if source.op != "get_attr")
-    return min((n for one in (node, *sources) for n in copies_of(one)), default=1)
+def memories_of(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """For each tensor of a node's value the number of its memory, which other tensors may have as
+    well, and the bytes that a mini-batch has of it.
+
+    Where the rows of a micro-batch are known, the memories are those of a micro-batch (pass
+    "rows"): of fewer rows a view may do what takes a copy for more.
+    """
+    if MEMORIES in node.meta:
+        found: tuple[tuple[int, int], ...] = node.meta[MEMORIES]
+        return found
+    tensors = tensors_of(node.meta.get(VALUE))
+    return tuple(
+        (memory_of(tensor), memory_bytes(tensor) * count)
+        for tensor, count in zip(tensors, copies_of(node), strict=True)
+    )
 
 
 def batch_bytes(node: fx.Node, trained: bool = False) -> int:

@@ -35,7 +35,8 @@ GROWS = (
 )
 SHAPES = "shapes"  #: Shapes (passes.common.shapes): of the tensors in a value of a step graph
 CARRIED = "carried"  #: Carried | None (passes.to_rank.carried): what a transfer carries
-LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
+PART = "part"  #: the fake value for a micro-batch; kept only while it is compared with the value
+MEMORIES = "memories"  #: tuple[tuple[int, int], ...]: of each tensor its memory: number, bytes
 BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
 SHARED = "shared"  #: True at a node that hands a parameter to all stages that use it
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import copies_of, saved_by, state_of
+from fxpipe.ir.cost import memories_of, saved_by, state_of
 from fxpipe.ir.graph import VALUE, WORKSPACE, nodes_of_stages
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
+from fxpipe.ir.tensors import tensors_of
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,7 @@ class _Walk:
 
     def _memories(self, node: fx.Node) -> dict[int, int]:
         """The memories of a node's value, other than those of parameters, and their bytes."""
-        return {
-            memory_of(tensor): memory_bytes(tensor) * count
-            for tensor, count in _tensors(node)
-            if memory_of(tensor) not in self.state
-        }
+        return {memory: size for memory, size in memories_of(node) if memory not in self.state}
 
     def forward(self) -> int:
         """The most bytes in a forward, which saves activations. Its caller holds its inputs."""
@@ -196,8 +192,8 @@ class _Walk:
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
-            for tensor, count in _tensors(node):
-                grads.put(tensor, memory_bytes(tensor) * count * tensor.requires_grad)
+            for tensor, (_, size) in _tensors(node):
+                grads.put(tensor, size * tensor.requires_grad)
         grads.hold()  # whoever calls the backward holds them until it has ended
         most = there.total + grads.bytes.total
         for node in reversed(self.nodes):
@@ -208,8 +204,9 @@ class _Walk:
             if incoming:
                 needed = _workspace(node).backward + _workspace(node).weights * (not is_put_off)
                 most = max(most, there.total + grads.bytes.total + needed)
-                for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
-                    if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
+                inputs = zip(_inputs(node), _workspace(node).gradients, strict=False)
+                for (tensor, (memory, _)), size in inputs:
+                    if memory not in self.state:  # ``.grad`` is there all the time
                         added += grads.put(tensor, size, incoming[0])
             if is_put_off:
                 put_off.update(incoming)
@@ -301,13 +298,20 @@ class _PendingGradients:
                 self.bytes.drop([number])
 
 
-def _tensors(node: fx.Node) -> Iterator[tuple[Tensor, int]]:
-    """The tensors of a node's value, each with how many of them a mini-batch has."""
-    yield from zip(tensors_of(node.meta.get(VALUE)), copies_of(node), strict=True)
+_Known = tuple[Tensor, tuple[int, int]]
+"""A tensor, with the number and the bytes of its memory."""
 
 
-def _inputs(node: fx.Node) -> list[Tensor]:
-    return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get(VALUE)))
+def _tensors(node: fx.Node) -> Iterator[_Known]:
+    """The tensors of a node's value."""
+    yield from zip(tensors_of(node.meta.get(VALUE)), memories_of(node), strict=True)
+
+
+def _inputs(node: fx.Node) -> list[_Known]:
+    """The tensors that a node is given, in order."""
+    found: list[_Known] = []
+    fx.map_arg((node.args, node.kwargs), lambda source: found.extend(_tensors(source)))
+    return found
 
 
 def _workspace(node: fx.Node) -> NodeWorkspace:

@@ -14,18 +14,24 @@ from statistics import median
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.cost import Cost, batch_bytes, cost_of, saved_by, saved_sizes, state_of
+from fxpipe.ir.cost import (
+    Cost,
+    batch_bytes,
+    cost_of,
+    memories_of,
+    saved_by,
+    saved_sizes,
+    state_of,
+)
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import (
     ACTION,
     MICROBATCH,
     STAGE,
-    VALUE,
     attribute,
     is_work,
     nodes_of_stages,
 )
-from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.ir.workspace import (
     StageWorkspace,
     sent_gradients,
@@ -465,7 +471,7 @@ def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict
     found: list[dict[int, float]] = [{} for _ in range(stages)]
     for hop in layout.hops:
         if hop.source is not None and hop.value in nodes:
-            memories = set(map(memory_of, tensors_of(nodes[hop.value].meta[VALUE])))
+            memories = {memory for memory, _ in memories_of(nodes[hop.value])}
             if memories <= saved[hop.source]:
                 known = found[hop.source]
                 known[hop.target] = known.get(hop.target, 0.0) + hop.bytes
@@ -520,7 +526,7 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
     inputs = sum(
         batch_bytes(node)
         for node in received
-        if not state.issuperset(map(memory_of, tensors_of(node.meta.get(VALUE))))
+        if not state.issuperset(memory for memory, _ in memories_of(node))
     )
     found = replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
     last = inside[number:]
