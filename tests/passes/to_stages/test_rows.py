@@ -58,7 +58,7 @@ def test_what_does_not_grow_with_the_batch_is_there_for_each_micro_batch():
 
 
 class Shares(nn.Module):
-    """Adds a tensor to itself, to a view of itself and to what is equal to it."""
+    """Computes sums, which are all alike, and views."""
 
     def forward(self, x):
         for _ in range(2):
