@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, nodes_of_stages
-from fxpipe.ir.tensors import tensor_bytes, tensors_of
+from fxpipe.ir.graph import (
+    BROUGHT,
+    COPIES,
+    COST,
+    MEMORIES,
+    SAVED,
+    SAVED_STATE,
+    SHARED,
+    VALUE,
+    nodes_of_stages,
+)
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
 FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
 """The parts of a cost that do not depend on the batch."""
@@ -78,23 +88,57 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def cost_of(nodes: Iterable[fx.Node]) -> Cost:
-    """What the nodes of one stage cost together: memory that several of them keep counts once."""
+def cost_of(nodes: Iterable[fx.Node], state: Set[int] = frozenset()) -> Cost:
+    """What the nodes of one stage cost together: memory that several of them keep counts once.
+
+    ``state``: the memories of further parameters of the stage, as for :func:`saved_by`.
+    """
     own = list(nodes)
     total = sum((node.meta.get(COST, Cost()) for node in own), Cost())
-    return replace(total, activation_bytes=sum(saved_sizes(own)))
+    return replace(total, activation_bytes=sum(saved_sizes(own, state)))
 
 
-def saved_sizes(nodes: Iterable[fx.Node]) -> list[int]:
+def saved_sizes(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> list[int]:
     """The bytes of each memory that the nodes of one stage save for their backward, in the order in
     which their forward saves them. One that several nodes save is there once."""
     sizes = dict[int | fx.Node, int]()
-    for node in nodes:
-        if SAVED in node.meta:
-            sizes.update(node.meta[SAVED])
-        else:
+    for node, saved in saved_by(nodes, state).items():
+        for memory, size in saved.items():
+            sizes[memory] = size
+        if SAVED not in node.meta:
             sizes[node] = node.meta.get(COST, Cost()).activation_bytes
     return list(sizes.values())
+
+
+def saved_by(
+    nodes: Sequence[fx.Node], state: Set[int] = frozenset()
+) -> dict[fx.Node, dict[int, int]]:
+    """The memories that each node of one stage saves for its backward, and their bytes.
+
+    A view of a parameter takes no memory in the stage of that parameter. But another stage, which
+    gets a copy of the view with each micro-batch, keeps these copies.
+
+    ``state``: the memories of parameters that are in the same stage and that these nodes, which are
+    a part of it, do not use themselves.
+    """
+    there = state | state_of(nodes)
+    return {
+        node: dict(node.meta.get(SAVED, ()))
+        | {m: size for m, size in node.meta.get(SAVED_STATE, ()) if m not in there}
+        for node in nodes
+    }
+
+
+def state_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The memories of the parameters and buffers that are in a stage of these nodes, as far as its
+    operators take them from there, and not the modules that it calls."""
+    sources = {source for node in nodes for source in (node, *node.all_input_nodes)}
+    return {
+        memory
+        for source in sources
+        if source.op == "get_attr" or not source.meta.keys().isdisjoint((SHARED, BROUGHT))
+        for memory, _ in memories_of(source)
+    }
 
 
 def stage_costs(graph: fx.Graph) -> list[Cost]:
@@ -112,11 +156,21 @@ def copies_of(node: fx.Node) -> tuple[int, ...]:
     return found or (1,) * len(tensors_of(node.meta.get(VALUE)))
 
 
-def times_done(node: fx.Node) -> int:
-    """How many times a node's whole work is done in a mini-batch: once if its inputs or its value
-    are divided among the micro-batches, and otherwise once for each micro-batch."""
-    sources = (source for source in node.all_input_nodes if source.op != "get_attr")
-    return min((n for one in (node, *sources) for n in copies_of(one)), default=1)
+def memories_of(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """For each tensor of a node's value the number of its memory, which other tensors may have as
+    well, and the bytes that a mini-batch has of it.
+
+    Where the rows of a micro-batch are known, the memories are those of a micro-batch (pass
+    "rows"): of fewer rows a view may do what takes a copy for more.
+    """
+    if MEMORIES in node.meta:
+        found: tuple[tuple[int, int], ...] = node.meta[MEMORIES]
+        return found
+    tensors = tensors_of(node.meta.get(VALUE))
+    return tuple(
+        (memory_of(tensor), memory_bytes(tensor) * count)
+        for tensor, count in zip(tensors, copies_of(node), strict=True)
+    )
 
 
 def batch_bytes(node: fx.Node, trained: bool = False) -> int:

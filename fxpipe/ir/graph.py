@@ -22,6 +22,9 @@ CONTAINS = "contains"  #: str, of a stage's module: what is in it, for people
 COST = "cost"  #: Cost
 WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
+SAVED_STATE = (
+    "saved_state"  #: as "saved": memories of parameters of which it is given views, and keeps these
+)
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
 TURN = "turn"  #: int: how many actions the lane of a node with an action runs ahead of it
@@ -32,8 +35,10 @@ GROWS = (
 )
 SHAPES = "shapes"  #: Shapes (passes.common.shapes): of the tensors in a value of a step graph
 CARRIED = "carried"  #: Carried | None (passes.to_rank.carried): what a transfer carries
-LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
+PART = "part"  #: the fake value for a micro-batch; kept only while it is compared with the value
+MEMORIES = "memories"  #: tuple[tuple[int, int], ...]: of each tensor its memory: number, bytes
 BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
+SHARED = "shared"  #: True at a node that hands a parameter to all stages that use it
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it
 AGAIN = "again"  #: tuple[str, ...]: the buffers that it writes to once more in its backward
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage

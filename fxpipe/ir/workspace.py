@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import copies_of
-from fxpipe.ir.graph import SAVED, VALUE, WORKSPACE, nodes_of_stages
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
+from fxpipe.ir.cost import memories_of, saved_by, state_of
+from fxpipe.ir.graph import VALUE, WORKSPACE, nodes_of_stages
+from fxpipe.ir.tensors import tensors_of
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
     return list(map(workspace_of, nodes_of_stages(graph)))
 
 
-def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
-    """What a stage needs that consists of these nodes."""
-    walk = _Walk(nodes)
+def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> StageWorkspace:
+    """What a stage needs that consists of these nodes. ``state``: as for
+    :func:`fxpipe.ir.cost.saved_by`."""
+    walk = _Walk(nodes, state)
     kept = sum(walk.kept.values())
     backward, *_ = walk.backward(in_halves=False)
     half, between, _ = walk.backward(in_halves=True)
@@ -150,18 +151,12 @@ def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
 class _Walk:
     """The nodes of a stage, with the memories of their values."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> None:
         self.nodes, members = nodes, set(nodes)
-        self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
+        self.saved = saved_by(nodes, state)
         self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
-        sources = {source for node in nodes for source in node.all_input_nodes}
-        self.state = {
-            memory_of(tensor)
-            for source in sources
-            if source.op == "get_attr"
-            for tensor in tensors_of(source.meta.get(VALUE))
-        }
-        self.sources = sources - members
+        self.state = state | state_of(nodes)
+        self.sources = {source for node in nodes for source in node.all_input_nodes} - members
         self.inputs: dict[int, int] = {}
         for source in self.sources:
             self.inputs |= self._memories(source)
@@ -169,11 +164,7 @@ class _Walk:
 
     def _memories(self, node: fx.Node) -> dict[int, int]:
         """The memories of a node's value, other than those of parameters, and their bytes."""
-        return {
-            memory_of(tensor): memory_bytes(tensor) * count
-            for tensor, count in _tensors(node)
-            if memory_of(tensor) not in self.state
-        }
+        return {memory: size for memory, size in memories_of(node) if memory not in self.state}
 
     def forward(self) -> int:
         """The most bytes in a forward, which saves activations. Its caller holds its inputs."""
@@ -201,8 +192,8 @@ class _Walk:
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
-            for tensor, count in _tensors(node):
-                grads.put(tensor, memory_bytes(tensor) * count * tensor.requires_grad)
+            for tensor, (_, size) in _tensors(node):
+                grads.put(tensor, size * tensor.requires_grad)
         grads.hold()  # whoever calls the backward holds them until it has ended
         most = there.total + grads.bytes.total
         for node in reversed(self.nodes):
@@ -213,8 +204,9 @@ class _Walk:
             if incoming:
                 needed = _workspace(node).backward + _workspace(node).weights * (not is_put_off)
                 most = max(most, there.total + grads.bytes.total + needed)
-                for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
-                    if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
+                inputs = zip(_inputs(node), _workspace(node).gradients, strict=False)
+                for (tensor, (memory, _)), size in inputs:
+                    if memory not in self.state:  # ``.grad`` is there all the time
                         added += grads.put(tensor, size, incoming[0])
             if is_put_off:
                 put_off.update(incoming)
@@ -306,13 +298,20 @@ class _PendingGradients:
                 self.bytes.drop([number])
 
 
-def _tensors(node: fx.Node) -> Iterator[tuple[Tensor, int]]:
-    """The tensors of a node's value, each with how many of them a mini-batch has."""
-    yield from zip(tensors_of(node.meta.get(VALUE)), copies_of(node), strict=True)
+_Known = tuple[Tensor, tuple[int, int]]
+"""A tensor, with the number and the bytes of its memory."""
 
 
-def _inputs(node: fx.Node) -> list[Tensor]:
-    return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get(VALUE)))
+def _tensors(node: fx.Node) -> Iterator[_Known]:
+    """The tensors of a node's value."""
+    yield from zip(tensors_of(node.meta.get(VALUE)), memories_of(node), strict=True)
+
+
+def _inputs(node: fx.Node) -> list[_Known]:
+    """The tensors that a node is given, in order."""
+    found: list[_Known] = []
+    fx.map_arg((node.args, node.kwargs), lambda source: found.extend(_tensors(source)))
+    return found
 
 
 def _workspace(node: fx.Node) -> NodeWorkspace:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
+from fxpipe.ir.graph import ALIAS, PART, RANDOM, VALUE
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.listed import is_of_a_row
 from fxpipe.meaning.loss import own_loss
@@ -61,7 +61,7 @@ def output_dims(
     paths = {path for path, leaf, _ in places if isinstance(leaf, Slot)}
     for node in nodes:
         own = pytree.tree_leaves(slots[node])
-        leaves = zip(own, pytree.tree_leaves(values[node]), _larger(node, len(own)), strict=True)
+        leaves = zip(own, pytree.tree_leaves(values[node]), _part(node, len(own)), strict=True)
         for slot in own if node in varying else ():
             if slot.said is INFER:
                 unclear(slot.path)
@@ -70,8 +70,8 @@ def output_dims(
             if is_of_a_row(slot.path, found)
             else ANY
             if node not in varying and slot.said is INFER
-            else _dim(slot, value, larger if node in varying else None, found)
-            for slot, value, larger in leaves
+            else _dim(slot, value, part if node in varying else None, found)
+            for slot, value, part in leaves
         )
         result.append(dims[0] if len(dims) == 1 else dims)
     for path, dim in found.items():
@@ -83,9 +83,9 @@ def output_dims(
     return result
 
 
-def _larger(node: fx.Node, count: int) -> list[Any]:
-    """The leaves of a node's value with more rows, if that is known (pass "rows")."""
-    leaves = pytree.tree_leaves(node.meta.get(LARGER))
+def _part(node: fx.Node, count: int) -> list[Any]:
+    """The leaves of a node's value for a micro-batch, if that is known (pass "rows")."""
+    leaves = pytree.tree_leaves(node.meta.get(PART))
     return leaves if len(leaves) == count else [None] * count
 
 
@@ -102,7 +102,7 @@ def _varying(graph: fx.Graph, in_dims: Sequence[InDim]) -> set[fx.Node]:
     return varying
 
 
-def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
+def _dim(slot: Slot, value: Any, part: Any, found: Mapping[str, Dim]) -> Dim:
     if not isinstance(value, Tensor):
         if any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values()):
             raise BatchError(
@@ -116,25 +116,25 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
         return cast("Dim", slot.said_of_loss)
     if slot.said is not INFER:
         said = from_the_front("out_dims", slot.said, slot.path, value.shape)
-        if said is not None and isinstance(larger, Tensor) and larger.ndim == value.ndim:
-            _check_grows(slot.path, said, value.shape, larger.shape)
+        if said is not None and isinstance(part, Tensor) and part.ndim == value.ndim:
+            _check_grows(slot.path, said, value.shape, part.shape)
         return said
     if slot.path in found:
         dim = found[slot.path]
         return ANY if dim is None and not value.numel() else dim
-    if isinstance(larger, Tensor) and larger.ndim == value.ndim:
-        shapes = zip(value.shape, larger.shape, strict=True)
+    if isinstance(part, Tensor) and part.ndim == value.ndim:
+        shapes = zip(value.shape, part.shape, strict=True)
         differing = [d for d, (one, other) in enumerate(shapes) if one != other]
         return differing[0] if len(differing) == 1 else None
     return None
 
 
-def _check_grows(path: str, dim: int, shape: Sequence[int], larger: Sequence[int]) -> None:
+def _check_grows(path: str, dim: int, shape: Sequence[int], part: Sequence[int]) -> None:
     """Raise BatchError if a dimension that ``out_dims`` calls the batch's is of the same size for
-    more rows: micro-batches put together along it would be another output."""
-    if shape[dim] != larger[dim]:
+    a part of the rows: micro-batches put together along it would be another output."""
+    if shape[dim] != part[dim]:
         return
-    growing = [d for d, sizes in enumerate(zip(shape, larger, strict=True)) if len(set(sizes)) > 1]
+    growing = [d for d, sizes in enumerate(zip(shape, part, strict=True)) if len(set(sizes)) > 1]
     which = f"dimension {growing[0]} does" if growing else "none does"
     raise BatchError(
         f"out_dims says that dimension {dim} of {path} is the batch, but its size, {shape[dim]}, "

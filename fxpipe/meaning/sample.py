@@ -42,22 +42,36 @@ of largest values, say, are often the same in such samples, and hits of labels a
 
 @dataclass
 class Sample:
-    """Two rows of the inputs that a mode has been compiled for."""
+    """Two rows of the inputs that a mode has been compiled for.
+
+    They are kept as long as the mode is, in the memory of the host: a device has room for its
+    stage, and maybe for no more.
+    """
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     dims: Sequence[InDim]  # the batch dimension of each tensor
     batch: int | None  # the number of rows that the inputs had
+    devices: Sequence[torch.device] = ()  # where each tensor was; none: where it is
 
     @staticmethod
     def of(
         args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[InDim], batch: int | None
     ) -> Sample:
         """Make the sample of a call: its inputs, with two rows of them at most."""
-        return Sample(with_rows((args, kwargs), dims, min(2, batch or 0)), dims, batch)
+        few = with_rows((args, kwargs), dims, min(2, batch or 0))
+        devices: list[torch.device] = []
+
+        def waiting(tensor: Tensor) -> Tensor:
+            devices.append(tensor.device)
+            return tensor if tensor.is_meta else tensor.cpu()
+
+        return Sample(map_tensors(waiting, few), dims, batch, devices)
 
     def repeated(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs of the original shapes, in which the two rows are repeated."""
-        return with_rows(self.inputs, self.dims, self.batch or 0)
+        """Inputs of the original shapes, on their devices, in which the two rows are repeated."""
+        remaining = iter(self.devices)
+        inputs = map_tensors(lambda tensor: tensor.to(next(remaining, tensor.device)), self.inputs)
+        return with_rows(inputs, self.dims, self.batch or 0)
 
 
 def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:

@@ -7,26 +7,31 @@ when each node begins and ends gives a measured timeline.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.cost import Cost, batch_bytes, cost_of, saved_sizes
+from fxpipe.ir.cost import (
+    Cost,
+    batch_bytes,
+    cost_of,
+    memories_of,
+    saved_by,
+    saved_sizes,
+    state_of,
+)
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import (
     ACTION,
     MICROBATCH,
-    SAVED,
     STAGE,
-    VALUE,
     attribute,
     is_work,
     nodes_of_stages,
 )
-from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.ir.workspace import (
     StageWorkspace,
     sent_gradients,
@@ -456,16 +461,17 @@ def _joined_outputs(graph: fx.Graph, stages: int) -> list[float]:
 
 
 def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
-    """For each stage, how many bytes of what it sends to others are among its activations."""
+    """For each stage, how many bytes of what it sends to others are among its activations, or are
+    parameters of its own."""
     nodes = {node.name: node for node in graph.nodes}
     saved = [
-        {memory for node in own for memory, _ in node.meta.get(SAVED, ())}
+        {memory for memories in saved_by(own).values() for memory in memories} | state_of(own)
         for own in nodes_of_stages(graph)
     ]
     found: list[dict[int, float]] = [{} for _ in range(stages)]
     for hop in layout.hops:
         if hop.source is not None and hop.value in nodes:
-            memories = set(map(memory_of, tensors_of(nodes[hop.value].meta[VALUE])))
+            memories = {memory for memory, _ in memories_of(nodes[hop.value])}
             if memories <= saved[hop.source]:
                 known = found[hop.source]
                 known[hop.target] = known.get(hop.target, 0.0) + hop.bytes
@@ -506,22 +512,33 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
     largest, workspace = -1, StageWorkspace()
     calls = parts.graph.find_nodes(op="call_module")
     inside = [attribute(parts, str(call.target)).graph.nodes for call in calls]
+    state = state_of(node for nodes in (parts.graph.nodes, *inside) for node in nodes)
     number = run_again(mode, len(calls))
     for call, nodes in zip(calls[:number], inside, strict=False):
         received.update(dict.fromkeys(call.all_input_nodes))
-        activations = cost_of(nodes).activation_bytes
+        activations = cost_of(nodes, state).activation_bytes
         if activations > largest:
-            largest, workspace = activations, workspace_of([n for n in nodes if is_work(n)])
+            largest = activations
+            workspace = workspace_of([n for n in nodes if is_work(n)], state)
     if mode == "except_last" and stage.workspace is not None:
         # The last micro-batch goes through the stage as if it were whole, the others by segments.
         workspace = workspace.or_more(stage.workspace)
-    inputs = sum(map(batch_bytes, received))
+    inputs = sum(
+        batch_bytes(node)
+        for node in received
+        if not state.issuperset(memory for memory, _ in memories_of(node))
+    )
     found = replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
-    return _with_kept(found, largest, workspace, inside[number:]) if inside[number:] else found
+    last = inside[number:]
+    return _with_kept(found, largest, workspace, last, state) if last else found
 
 
 def _with_kept(
-    stage: StageMemory, largest: int, workspace: StageWorkspace, last: Sequence[Iterable[fx.Node]]
+    stage: StageMemory,
+    largest: int,
+    workspace: StageWorkspace,
+    last: Sequence[Iterable[fx.Node]],
+    state: Set[int],
 ) -> StageMemory:
     """The memory of a stage that runs its first segments again, of which the largest saves so many
     bytes and has this workspace, and keeps what its last segments save.
@@ -529,7 +546,8 @@ def _with_kept(
     What these keep counts as there all the time. It is not there yet while an earlier segment runs
     forward, and no more in the backward of that one.
     """
-    kept = cost_of(node for nodes in last for node in nodes if is_work(node)).activation_bytes
+    every = (node for nodes in last for node in nodes if is_work(node))
+    kept = cost_of(every, state).activation_bytes
     at_once = max(largest, kept + workspace.kept_inputs)
     workspace = replace(
         workspace,
@@ -538,13 +556,13 @@ def _with_kept(
     )
     later = 0
     for nodes in reversed(last):
-        own = workspace_of([node for node in nodes if is_work(node)])
+        own = workspace_of([node for node in nodes if is_work(node)], state)
         forward = max(0, own.forward - later)
         backward = max(0, own.backward - later)
         workspace = workspace.or_more(
             replace(own, forward=forward, again=forward, rerun=0, backward=backward)
         )
-        later += cost_of(nodes).activation_bytes
+        later += cost_of(nodes, state).activation_bytes
     return replace(stage, recomputed=at_once, workspace=workspace, kept=kept)
 
 

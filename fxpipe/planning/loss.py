@@ -30,7 +30,7 @@ from fxpipe.ir._torch import (
     pytree,
 )
 from fxpipe.ir.autograd import next_edges, reached
-from fxpipe.ir.cost import copies_of
+from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
@@ -312,9 +312,14 @@ def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
         if node.meta[STAGE] == last
         for memory, _ in node.meta.get(SAVED, ())
     }
+    memories = {
+        id(tensor): memory
+        for node in graph.output_node().all_input_nodes
+        for tensor, (memory, _) in zip(tensors_of(node.meta[VALUE]), memories_of(node), strict=True)
+    }
     return LossMemory(
         times * saved.others + sum(size for _, size in kept),
-        sum(size for tensor, size in kept if memory_of(tensor) in known),
+        sum(size for tensor, size in kept if memories[id(tensor)] in known),
         times * saved.gradients,
     )
 

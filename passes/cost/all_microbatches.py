@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, WORKSPACE, stage_nodes
+from fxpipe.ir.graph import COPIES, COST, SAVED, SAVED_STATE, VALUE, WORKSPACE, stage_nodes
 from fxpipe.ir.tensors import tensors_of
 
 
@@ -32,10 +32,11 @@ class AllMicrobatches:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in stage_nodes(gm.graph):
             node.meta[COST] = node.meta[COST].times(self.chunks)
-            if SAVED in node.meta:
-                node.meta[SAVED] = tuple(
-                    (memory, size * self.chunks) for memory, size in node.meta[SAVED]
-                )
+            for key in (SAVED, SAVED_STATE):
+                if key in node.meta:
+                    node.meta[key] = tuple(
+                        (memory, size * self.chunks) for memory, size in node.meta[key]
+                    )
             if WORKSPACE in node.meta:
                 node.meta[WORKSPACE] = node.meta[WORKSPACE].times(self.chunks)
         for node in gm.graph.nodes:

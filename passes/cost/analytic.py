@@ -26,15 +26,16 @@ from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import Cost, batch_bytes, times_done
+from fxpipe.ir.cost import Cost, batch_bytes, copies_of, memories_of
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import (
     COST,
     GROWS,
-    LARGER,
     NO_BACKWARD,
+    PART,
     SAVED,
+    SAVED_STATE,
     VALUE,
     WORKSPACE,
     attribute,
@@ -60,7 +61,9 @@ class AnalyticCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
     ``meta["saved"]`` lists the memories of the tensors that a node saves for its backward. A memory
-    that several nodes save counts to ``activation_bytes`` of the first of them.
+    that several nodes save counts to ``activation_bytes`` of the first of them. Views of parameters
+    that other nodes have made are listed by themselves (``meta["saved_state"]``): they take memory
+    only in stages that do not have these parameters.
 
     Args:
         device: the description of the device, by which times are estimated.
@@ -87,7 +90,10 @@ class AnalyticCost:
         for node in stage_nodes(gm.graph):
             work = runs.of(node)
             node.meta[WORK] = work
-            node.meta[SAVED] = tuple(runs.saved(node, work).items())
+            saved = runs.saved(node, work)
+            state = saved.keys() & runs.state
+            node.meta[SAVED] = tuple((m, size) for m, size in saved.items() if m not in state)
+            node.meta[SAVED_STATE] = tuple((m, saved[m]) for m in state)
             node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable(gm, node))
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
@@ -190,64 +196,53 @@ class _Runs:
         self.gm, self.chunks, self.training = gm, chunks, training
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
-        self.more = more_rows(gm.graph)
+        self.times = microbatches(gm.graph)
         self.inside = 0  # memories that hold no node's value get the numbers -1, -2, ...
-        self.copies: dict[int, int] = {}  # how many of each memory there are in a mini-batch
         self.outputs = set(gm.graph.output_node().all_input_nodes)
-        self.state = set(map(memory_of, _values(gm.graph.find_nodes(op="get_attr"))))
-        inputs = _values(gm.graph.find_nodes(op="placeholder"))
-        self.given = self.state.union(map(memory_of, inputs))
-        for node in gm.graph.nodes:
-            if LARGER in node.meta:
-                self._count(node)
-
-    def _count(self, node: fx.Node) -> None:
-        pairs = zip(tensors_of(node.meta[VALUE]), tensors_of(node.meta[LARGER]), strict=False)
-        for one, larger in pairs:
-            is_divided = memory_bytes(one) != memory_bytes(larger)
-            self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
+        self.state = _memories(gm.graph.find_nodes(op="get_attr")).keys()
+        self.given = self.state | _memories(gm.graph.find_nodes(op="placeholder")).keys()
 
     def of(self, node: fx.Node) -> Work:
         """The work of one node, counted by running it on fake tensors."""
         key = signature(self.gm, node)
         if key is None:
             return self._run(node)
-        key = key, signature(self.gm, node, lambda n: n.meta.get(LARGER, n.meta[VALUE]))
+        key = key, signature(self.gm, node, lambda n: n.meta.get(PART, n.meta[VALUE]))
         if key not in self.known:
             self.known[key] = self._run(node)
         return self.known[key]
 
     def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
         """The memories that a node saves for its backward, other than those of parameters and
-        buffers, and their bytes. If there are no backwards: the memories of its outputs, which are
-        kept to the end of the call if they are the model's."""
+        buffers that it uses itself, and their bytes. If there are no backwards: the memories of its
+        outputs, which are kept to the end of the call if they are the model's."""
         if not self.training:
-            made = tensors_of(node.meta[VALUE]) if node in self.outputs else []
-            sizes = {memory_of(t): memory_bytes(t) for t in made if memory_of(t) not in self.given}
-            return {memory: size * self.copies.get(memory, 1) for memory, size in sizes.items()}
-        inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
+            made = _memories([node] if node in self.outputs else [])
+            return {memory: size for memory, size in made.items() if memory not in self.given}
+        inputs, outputs = _input_memories(node), memories_of(node)
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
-        found = {memory_of(t): memory_bytes(t) for t in shown}
-        found = {memory: size * self.copies.get(memory, 1) for memory, size in found.items()}
+        found = dict(shown)
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
-        return {memory: size for memory, size in found.items() if memory not in self.state}
+        own = _memories([source for source in node.all_input_nodes if source.op == "get_attr"])
+        return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
         with self.interpreter.mode, torch.set_grad_enabled(self.training):
-            ahead = larger = self._forward(node, VALUE)
+            ahead = larger = self._forward(node, PART)
             edges = Counter(
                 id(f.variable) if hasattr(f, "variable") else f
                 for f in backward_edges(ahead.outputs)
             )
             back = larger_back = self._backward(node, ahead)
-            if any(LARGER in source.meta for source in node.all_input_nodes):
-                larger = self._forward(node, LARGER)
+            is_known = any(PART in source.meta for source in node.all_input_nodes)
+            if is_known and self.times != self.chunks:
+                larger = self._forward(node, VALUE)
                 larger_back = self._backward(node, larger)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
-        count = times_done(node)
+        counts = self._counts(node)
         return Work(
             self._of_all(ahead.load, larger.load),
             self._of_all(back.load, larger_back.load),
@@ -256,32 +251,57 @@ class _Runs:
             tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
             self._inside(ahead.inside, larger.inside),
             tuple(edges[end] for end in ahead.ends),
-            tuple(size * count if size > 0 else size for size in back.gradients),
+            tuple(
+                round(size * count) if size > 0 else size
+                for size, count in zip(back.gradients, counts, strict=False)
+            ),
             back.weights * self.chunks,
             back.accumulation,
         )
 
     def _of_all(self, load: Load, larger: Load) -> Load:
-        """The load of all micro-batches, from that of a mini-batch in one piece and that of a
-        larger one. Where no larger one is known, only launches are as many for few rows."""
-        if self.more is None:
-            return load.divided(Load(operators=load.operators), self.chunks)
-        return load.divided(load.fixed(larger, self.more), self.chunks)
+        """The load of all micro-batches, from that of the first one and that of the mini-batch in
+        one piece, which is asked for only where not all have as many rows. Where the rows of a
+        micro-batch are not known, ``load`` is that of the mini-batch, and only launches are as many
+        for few rows."""
+        if self.times is None:
+            return load.of_all(Load(operators=load.operators), 1, self.chunks)
+        if self.times == self.chunks:
+            return load.times(self.chunks)
+        return load.of_all(load.fixed(larger, self.times - 1), self.times, self.chunks)
 
     def _inside(self, sizes: tuple[int, ...], larger: tuple[int, ...]) -> tuple[int, ...]:
         """The bytes of each tensor, beside inputs and outputs, that a node saves for its backward,
         for a mini-batch. A tensor is saved once for each micro-batch if its size does not depend on
         the batch size."""
-        if self.more is None or len(larger) != len(sizes):
+        if self.times is None:
             return sizes
+        if len(larger) != len(sizes):
+            return tuple(round(size * self.times) for size in sizes)
         return tuple(
-            size * self.chunks if size == other else size
+            round(size * (self.chunks if size == other else self.times))
             for size, other in zip(sizes, larger, strict=True)
         )
 
+    def _counts(self, node: fx.Node) -> list[float]:
+        """How many gradients of its size there are in a mini-batch of each tensor that a node is
+        given."""
+        found: list[float] = []
+
+        def count(source: fx.Node) -> None:
+            is_fixed = source.op == "get_attr"
+            found.extend(
+                self.chunks if is_fixed or copies == self.chunks else self.times or 1
+                for copies in copies_of(source)
+            )
+
+        fx.map_arg((node.args, node.kwargs), count)
+        return found
+
     def _forward(self, node: fx.Node, values: str) -> _Forward:
         """Run the forward of a node on fake tensors. ``values`` is the key of the metadata in which
-        its inputs are: VALUE for those of the example's batch, LARGER for those of a larger one."""
+        its inputs are: VALUE for those of the example's batch, PART for those of a micro-batch, if
+        these are known."""
         interpreter = self.interpreter
         wants = iter([t.requires_grad for t in _inputs(node)])
         args, kwargs = fx.map_arg(
@@ -392,15 +412,14 @@ def _accumulation(parameters: Sequence[Tensor]) -> Load:
     return Load(bytes=3 * tensor_bytes(parameters), operators=len(parameters))
 
 
-def more_rows(graph: fx.Graph) -> float | None:
-    """How many times as many rows the larger batch has in addition (``meta["larger"]``); None if
-    there is no larger batch."""
+def microbatches(graph: fx.Graph) -> float | None:
+    """How many times as many rows the mini-batch has as its first micro-batch: the number of micro-
+    batches, if all have as many. None if the rows of a micro-batch are not known (pass "rows")."""
     for node in graph.find_nodes(op="placeholder"):
-        one, larger = (tensors_of(node.meta.get(key)) for key in (VALUE, LARGER))
-        for tensor, other, dims in zip(one, larger, node.meta.get(GROWS, ()), strict=False):
+        whole, part = (tensors_of(node.meta.get(key)) for key in (VALUE, PART))
+        for tensor, other, dims in zip(whole, part, node.meta.get(GROWS, ()), strict=False):
             for dim in dims:
-                if rows := tensor.shape[dim]:
-                    return float(other.shape[dim] / rows - 1)
+                return float(tensor.shape[dim] / other.shape[dim])
     return None
 
 
@@ -414,8 +433,16 @@ def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor
     return leaves[-1].clone()
 
 
-def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
-    return tensors_of([node.meta.get(VALUE) for node in nodes])
+def _memories(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """The memories of the values of some nodes, and their bytes for a mini-batch."""
+    return {memory: size for node in nodes for memory, size in memories_of(node)}
+
+
+def _input_memories(node: fx.Node) -> list[tuple[int, int]]:
+    """The memories of the tensors that a node is given, in order."""
+    found: list[tuple[int, int]] = []
+    fx.map_arg((node.args, node.kwargs), lambda source: found.extend(memories_of(source)))
+    return found
 
 
 def _inputs(node: fx.Node) -> list[Tensor]:

@@ -53,11 +53,14 @@ class Load:
         amounts: Any = {n: part(getattr(self, n), getattr(larger, n)) for n in AMOUNTS}
         return replace(self, **amounts)
 
-    def divided(self, fixed: Load, chunks: int) -> Load:
-        """The load of ``chunks`` micro-batches, if this is that of a mini-batch in one piece, of
-        which each micro-batch has the part ``fixed`` in full."""
-        again = fixed.times(chunks - 1)
-        return replace(self, **{n: getattr(self, n) + getattr(again, n) for n in AMOUNTS})
+    def of_all(self, fixed: Load, times: float, chunks: int) -> Load:
+        """The load of ``chunks`` micro-batches, which have ``times`` as many rows as the one that
+        has this load, if each has the part ``fixed`` in full."""
+        amounts: Any = {}
+        for name in AMOUNTS:
+            part = getattr(fixed, name)
+            amounts[name] = round((getattr(self, name) - part) * times) + part * chunks
+        return replace(self, **amounts)
 
     def seconds(self, device: DeviceSpec) -> float:
         """Seconds on a device by the roofline model (Williams et al. 2009).

@@ -39,7 +39,7 @@ from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
-from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, more_rows
+from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, microbatches
 from passes.cost.timer import HostTimer, timer_of
 
 ROUNDS = 25  # the most rounds after the warm-up
@@ -112,7 +112,7 @@ class MeasuredCost:
 
     def _inputs(self, graph: fx.Graph) -> tuple[tuple[Any, ...], int]:
         """The inputs of one micro-batch, and how many such micro-batches there are."""
-        if self.in_dims is None or more_rows(graph) is None:
+        if self.in_dims is None or microbatches(graph) is None:
             return self.inputs, 1
         pairs = zip(self.inputs, self.in_dims, strict=True)
         return tuple(scatter(value, dim, self.chunks)[0] for value, dim in pairs), self.chunks

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, attribute, stage_nodes
+from fxpipe.ir.graph import COST, NO_BACKWARD, SHARED, VALUE, attribute, stage_nodes
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
@@ -64,7 +64,11 @@ class Shared:
                         "call_function", ops.share, args, name=f"{name}_shared"
                     )
                 value = interpreter.fake(parameter)
-                node.meta = {VALUE: value if self.training else value.detach(), COST: Cost()}
+                node.meta = {
+                    VALUE: value if self.training else value.detach(),
+                    COST: Cost(),
+                    SHARED: True,
+                }
                 shared[id(parameter)] = node
             return shared[id(parameter)]
 

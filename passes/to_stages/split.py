@@ -28,6 +28,7 @@ from fxpipe.ir.graph import (
     COPIES,
     FIRST,
     GROWS,
+    MEMORIES,
     NO_BACKWARD,
     ONCE,
     ORIGIN,
@@ -218,5 +219,7 @@ def _describe(source: fx.Node, target: fx.Node) -> None:
     """Note which node of the model graph another node stands for, with its value's metadata."""
     target.meta[ORIGIN] = source.meta.get(ORIGIN, source.name)
     target.meta |= {
-        key: source.meta[key] for key in (VALUE, COPIES, GROWS, SEED) if key in source.meta
+        key: source.meta[key]
+        for key in (VALUE, COPIES, GROWS, MEMORIES, SEED)
+        if key in source.meta
     }

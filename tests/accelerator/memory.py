@@ -237,6 +237,16 @@ def check_memory(schedule, checkpoint, lanes, within):
     assert allocated == pytest.approx(predicted, abs=within)
 
 
+def test_what_is_remembered_of_a_call_takes_no_memory_of_its_device():
+    """Two rows of it, a MiB each, beside the weight of the first stage, which is one as well."""
+    before = memory("allocated")[0]
+    model = nn.Sequential(nn.Linear(ROW, 1), nn.Linear(1, 1)).to(HERE)
+    with fxpipe.compile(model, ["sim:0", "sim:1"], chunks=4, partition=["1"]) as pipe:
+        pipe(torch.randn(4, ROW))
+        gc.collect()
+        assert memory("allocated")[0] - before == pytest.approx(MIB, abs=MIB / 8)
+
+
 def of_a_call(width):
     """For each device, the bytes that a call is predicted to need, and those that it has needed,
     of a pipeline that only computes outputs. Its input comes from the host."""

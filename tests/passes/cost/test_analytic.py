@@ -7,6 +7,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxpipe.ir.cost import cost_of
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, SAVED, stage_nodes
 from passes import Alias, AnalyticCost, Rows
@@ -100,8 +101,9 @@ BYTES_ONLY = DeviceSpec(flops_per_s=1e30, bytes_per_s=1.0, launch_s=0.0)
 """A device on which seconds are bytes."""
 
 
-def test_each_micro_batch_reads_the_weights_and_makes_and_accumulates_their_gradients():
-    rows, width, chunks = 12, 8, 4
+@pytest.mark.parametrize("rows", [12, 10, 5])
+def test_each_micro_batch_reads_the_weights_and_makes_and_accumulates_their_gradients(rows):
+    width, chunks = 8, 4
     model, x = nn.Sequential(nn.Linear(width, width, bias=False)), torch.ones(rows, width)
     cost = of_microbatches(model, chunks, x, device=BYTES_ONLY)["_0"]
     weight, values = width * width * 4, rows * width * 4
@@ -237,6 +239,21 @@ def test_a_view_of_a_parameter_that_is_saved_is_no_activation(chunks):
     gm = AnalyticCost(chunks=chunks)(gm)
     (cost,) = (n.meta[COST] for n in stage_nodes(gm.graph) if "matmul" in n.name)
     assert cost.activation_bytes == x.nbytes
+
+
+class TurnedRows(nn.Module):
+    """Saves the value of a tanh, and the same in another order, of which the square is taken."""
+
+    def forward(self, x):
+        return torch.tanh(x).transpose(0, 1).contiguous().square()
+
+
+@pytest.mark.parametrize(("chunks", "kept"), [(1, 2), (2, 2), (4, 1)])
+def test_a_micro_batch_of_one_row_keeps_a_view_where_others_keep_a_copy(chunks, kept):
+    x = torch.ones(4, 6, requires_grad=True)
+    gm = Rows((x,), (0,), chunks)(Alias((x,))(fx.symbolic_trace(TurnedRows())))
+    gm = AnalyticCost(chunks=chunks)(gm)
+    assert cost_of(stage_nodes(gm.graph)).activation_bytes == kept * x.nbytes
 
 
 def test_memory_that_two_nodes_keep_has_one_number():

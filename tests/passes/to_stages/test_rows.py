@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.cost import copies_of, times_done
-from fxpipe.ir.graph import COPIES, LARGER, SAVED
+from fxpipe.ir.cost import copies_of, memories_of
+from fxpipe.ir.graph import COPIES, PART, SAVED
 from passes import Alias, AnalyticCost, Rows
 from tests.benchmarks.memory import DEVICE, Held
 
@@ -57,20 +57,29 @@ def test_what_does_not_grow_with_the_batch_is_there_for_each_micro_batch():
     assert copies_of(nodes["weight"]) == one, "a parameter is there once"
 
 
-def test_a_node_does_all_of_its_work_for_each_micro_batch_if_nothing_of_it_is_divided():
-    nodes = by_name(looked_at(Computed(), (torch.randn(8, 6), torch.ones(6)), (0, None)))
-    assert {name: times_done(nodes[name]) for name in ("a", "exp", "linear", "mean")} == {
-        "a": 1,
-        "exp": CHUNKS,
-        "linear": 1,
-        "mean": 1,
-    }
+class Shares(nn.Module):
+    """Computes sums, which are all alike, and views."""
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x + x.view(-1, 6)
+        return x, x[:], x + x
+
+
+def test_values_have_the_memories_that_they_have_in_a_micro_batch():
+    nodes = by_name(looked_at(Shares(), (torch.randn(8, 6),), (0,)))
+    memories = {name: memories_of(node) for name, node in nodes.items() if name != "output"}
+    numbers = {name: number for name, ((number, _),) in memories.items()}
+    assert {size for ((_, size),) in memories.values()} == {8 * 6 * 4}, "of all micro-batches"
+    assert numbers["x"] == numbers["view"] != numbers["add"]
+    assert numbers["add_1"] == numbers["getitem"]
+    assert len({numbers[name] for name in ("x", "add", "add_1", "add_2")}) == 4, "though all alike"
 
 
 @pytest.mark.parametrize(("in_dims", "chunks"), [((0,), 1), ((None,), CHUNKS)])
 def test_nothing_is_noted_where_there_are_no_micro_batches(in_dims, chunks):
     gm = looked_at(nn.Sequential(nn.Tanh()), (torch.randn(8, 6),), in_dims, chunks)
-    assert not any({COPIES, LARGER} & node.meta.keys() for node in gm.graph.nodes)
+    assert not any({COPIES, PART} & node.meta.keys() for node in gm.graph.nodes)
 
 
 def test_nothing_is_noted_where_the_graph_takes_no_other_batch():
@@ -79,7 +88,7 @@ def test_nothing_is_noted_where_the_graph_takes_no_other_batch():
             return x.view(2, 4, 6).sum(0) + x[4:]
 
     gm = looked_at(Fixed(), (torch.randn(8, 6),), (0,))
-    assert not any({COPIES, LARGER} & node.meta.keys() for node in gm.graph.nodes)
+    assert not any({COPIES, PART} & node.meta.keys() for node in gm.graph.nodes)
 
 
 def test_what_a_module_keeps_inside_is_told_apart_too():
