@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.autograd import leaf_of
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, memories_of
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
@@ -231,10 +232,8 @@ class _Runs:
     def _run(self, node: fx.Node) -> Work:
         with self.interpreter.mode, torch.set_grad_enabled(self.training):
             ahead = larger = self._forward(node, PART)
-            edges = Counter(
-                id(f.variable) if hasattr(f, "variable") else f
-                for f in backward_edges(ahead.outputs)
-            )
+            reached = ((node, leaf_of(node)) for node in backward_edges(ahead.outputs))
+            edges = Counter(node if leaf is None else id(leaf) for node, leaf in reached)
             back = larger_back = self._backward(node, ahead)
             is_known = any(PART in source.meta for source in node.all_input_nodes)
             if is_known and self.times != self.chunks:

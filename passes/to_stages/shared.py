@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from fxpipe import ops
+from fxpipe.ir.autograd import leaf_of
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, NO_BACKWARD, SHARED, VALUE, attribute, stage_nodes
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
@@ -135,6 +136,6 @@ def _by_edges(interpreter: FakeInterpreter) -> set[int]:
     # Recurrent modules keep lists of their weights, and run on the real ones.
     originals |= {id(p): id(p) for _, p in fakes}
     values = [node.meta.get(VALUE) for node in gm.graph.output_node().all_input_nodes]
-    leaves = (edge for edge in backward_edges(values) if hasattr(edge, "variable"))
-    edges = Counter(originals.get(id(leaf.variable), 0) for leaf in leaves)
+    leaves = (leaf for edge in backward_edges(values) if (leaf := leaf_of(edge)) is not None)
+    edges = Counter(originals.get(id(leaf), 0) for leaf in leaves)
     return {parameter for parameter, count in edges.items() if count > 1}
