@@ -11,6 +11,7 @@ options. The model is not traced again.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +23,12 @@ from fxpipe.compiler.fitting import question_of
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import SEED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.planning.lanes import CutModel
 from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
 from fxpipe.planning.result import Plan
+from fxpipe.trace.spread import as_on_one_device
 from passes.chain import ToStages, run
 
 
@@ -163,7 +166,15 @@ class Replanned:
             spec=options.specs[0],
             training=options.training,
         )
-        return run(chain.passes(context, since="rows", until="shared"), gm)
+        with self._as_traced(gm):
+            return run(chain.passes(context, since="rows", until="shared"), gm)
+
+    def _as_traced(self, gm: fx.GraphModule) -> AbstractContextManager[None]:
+        """A context in which the parameters of a graph, which are with their stages by now, are
+        taken for where the graph's values are: where the model was when it was traced."""
+        inputs = (node.meta.get(VALUE) for node in gm.graph.find_nodes(op="placeholder"))
+        device = next((tensor.device for each in inputs for tensor in tensors_of(each)), None)
+        return nullcontext() if device is None else as_on_one_device(gm, device)
 
     def _inputs(self, gm: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """A value for each placeholder, and its batch dimension; the seed has neither."""

@@ -614,6 +614,17 @@ def test_stages_run_as_they_are_where_the_backend_does_not_know_the_kind_of_devi
     assert all(f"stage_{i} runs as it is: " in report for i in range(2))
 
 
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:1"])
+def test_what_would_help_is_predicted_with_parameters_that_are_on_several_devices(home, tracer):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(home)
+    x, y = (torch.randn(8, 8, device=home) for _ in range(2))
+    options = {"chunks": 2, "tracer": tracer, "loss_fn": nn.functional.mse_loss}
+    with fxpipe.compile(model, FOUR[:2], **options) as pipe:
+        pipe.step(x, target=y)
+        assert "chunks=" in str(pipe.explain()).partition("What would help")[2]
+
+
 def test_labels_left_out_are_looked_at_once_the_device_has_an_answer():
     """The host does not wait for it: a mini-batch is told of from the second such one on."""
     uneven, even = torch.tensor([1, 2, 3, -1]).to("sim"), torch.tensor([1, -1, 3, -1]).to("sim")
