@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import graphviz  # type: ignore[import-untyped]
@@ -220,8 +220,9 @@ class Pipeline(ModelProxy):
                 A step that fails sets them to None, too, unless it is one of several that
                 ``accumulate``.
             max_grad_norm: clip the gradients by this norm ahead of the optimizer's step, see
-                :meth:`clip_grad_norm_`. All gradients have to be there for that, so the optimizer
-                steps at the end.
+                :meth:`clip_grad_norm_`: those of the model, and of all other parameters that the
+                optimizer holds (those of a loss function, say). All gradients have to be there for
+                that, so the optimizer steps at the end.
             accumulate: the number of steps whose mean the optimizer takes: the gradients of this
                 step count 1 / accumulate. Give the optimizer to the last of these steps only, and
                 this number to all of them. The loss that is returned is that of this step, whole.
@@ -269,7 +270,9 @@ class Pipeline(ModelProxy):
                 raise
         if stepping is not None and scaler is not None:
             self._runner.unscale(stepping, scaler)
-        norm = None if max_grad_norm is None else self.clip_grad_norm_(max_grad_norm)
+        norm = None
+        if max_grad_norm is not None and stepping is not None:
+            norm = self.clip_grad_norm_(max_grad_norm, others=stepping.others)
         if stepping is not None:
             stepping.finish(scaler)
         self.__dict__.update(losses=losses, grad_norm=norm)
@@ -340,11 +343,21 @@ class Pipeline(ModelProxy):
             )
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        others: Iterable[Tensor] = (),
     ) -> Tensor:
-        """Clip the gradients of all parameters by their norm, as if they were one vector; see
-        ``torch.nn.utils.clip_grad_norm_``. Returns the norm that they had."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        """Clip the gradients of all parameters of the model by their norm, as if they were one
+        vector; see ``torch.nn.utils.clip_grad_norm_``. Returns the norm that they had.
+
+        ``others``: parameters beside those of the model, such as ``loss_fn.parameters()``, whose
+        gradients are part of that vector.
+        """
+        every = list(dict.fromkeys([*self.parameters(), *others]))
+        return nn.utils.clip_grad_norm_(every, max_norm, norm_type, error_if_nonfinite)
 
     @brief
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:

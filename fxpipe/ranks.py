@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -152,14 +152,22 @@ class RankPipeline(Pipeline):
             return super()._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        others: Iterable[Tensor] = (),
     ) -> Tensor:
         """Clip the gradients of all ranks by their norm, as if they were one vector: that of
         ``torch.nn.utils.clip_grad_norm_`` for the model in one process. All ranks call it.
 
         A weight that stages of several ranks share counts once, on the rank that has it.
+
+        ``others``: parameters beside those of the model, such as ``loss_fn.parameters()``. Those
+        that have gradients on this rank are part of the vector.
         """
-        return self._runner.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
+        return self._runner.clip_grad_norm(max_norm, norm_type, error_if_nonfinite, others)
 
     def measure(self, *args: Any, **kwargs: Any) -> Timeline:
         """Run a few training steps on all ranks, and return the timeline of one of them, with a

@@ -46,6 +46,7 @@ class Stepping:
     ) -> None:
         self._zero_grad = zero_grad
         own = {id(parameter) for parameter in parameters}
+        self._own = own
         self._each = [_StepInParts(optimizer) for optimizer in optimizers]
         self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
 
@@ -67,6 +68,13 @@ class Stepping:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, in the order in which they were given."""
         return [each.optimizer for each in self._each]
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The parameters that the optimizers hold beside those of the model: of a loss function,
+        say."""
+        held = [p for optimizer in self.optimizers for p in _parameters(optimizer)]
+        return [parameter for parameter in held if id(parameter) not in self._own]
 
     def unscale(self, scaler: GradScaler) -> None:
         """Divide the gradients of all optimizers by a scaler's scale. The scaler notes whether some

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -236,11 +236,20 @@ class RankRunner(Runner):
                     f"needs. The inputs are needed by these ranks: {said}"
                 )
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        others: Iterable[Tensor] = (),
+    ) -> Tensor:
         """Clip the gradients of this rank's parameters by the norm of those of all ranks; see
         :meth:`fxpipe.ranks.RankPipeline.clip_grad_norm_`."""
         compiler, ranks = self.compiler, self.compiler.ranks
-        own = compiler.own_parameters()
+        own: dict[Any, Tensor] = dict(compiler.own_parameters())
+        models = {id(parameter) for parameter in compiler.model.parameters()}
+        beside = [parameter for parameter in others if id(parameter) not in models]
+        own |= {(ranks.rank, i): parameter for i, parameter in enumerate(beside)}
         norms = {
             name: whole(torch.linalg.vector_norm(parameter.grad, norm_type)).cpu()
             for name, parameter in own.items()
@@ -248,7 +257,8 @@ class RankRunner(Runner):
         }
         answers = compiler.agreement.ask("clip_grad_norm_", norms)[ranks.this_replica]
         every = {name: norm for answer in answers for name, norm in answer.items()}
-        names = [name for name, _ in compiler.model.named_parameters() if name in every]
+        names: list[Any] = [n for n, _ in compiler.model.named_parameters() if n in every]
+        names += sorted(name for name in every if isinstance(name, tuple))
         total = torch.tensor(0.0)
         if names:  # in the order, and so with the bits, of the model in one process
             first = every[names[0]]

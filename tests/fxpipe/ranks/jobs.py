@@ -314,6 +314,28 @@ def scaled(
         return after, {n: p.detach().clone() for n, p in pipe.named_parameters()}
 
 
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mean_loss(output, target) * self.scale.exp() - self.scale
+
+
+def clipped(where: Where, make: Make, call: Call) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A step that clips the gradients, with a loss that has a parameter: their norm, that parameter
+    and those of the model after it."""
+    loss_fn = Weighted()
+    with compiled(where, make, loss_fn, chunks=3, example_inputs=call.args) as pipe:
+        optimizer = torch.optim.SGD([*pipe.parameters(), *loss_fn.parameters()], lr=0.1)
+        pipe.step(*call.args, target=call.target, optimizer=optimizer, max_grad_norm=0.1)
+        own = {n: p.detach().clone() for n, p in pipe.named_parameters()}
+        return pipe.grad_norm, loss_fn.scale.detach().clone(), own
+
+
 def scalers_apart(group: dist.ProcessGroup, call: Call) -> list[str]:
     """What a rank says to a scaler without an optimizer, and to scalers in different states."""
     said = []

@@ -1,12 +1,14 @@
-"""A gradient scaler on ranks does what it does in one process, bit by bit."""
+"""Gradients are scaled and clipped on ranks as they are in one process, bit by bit."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
-from tests.fxpipe.ranks.jobs import Call, scaled
-from tests.zoo import same
+from tests.fxpipe.ranks.jobs import Call, clipped, scaled
+from tests.zoo import Chain, same
 
 pytestmark = pytest.mark.one_thread  # as each rank has
 
@@ -41,3 +43,12 @@ def test_gradients_are_unscaled_on_all_ranks_before_they_are_clipped(pool):
             [norm for _, norm, _ in rank], norms, rtol=0, atol=0, equal_nan=True
         )
     assert same({n: p for _, own in found for n, p in own.items()}, parameters)
+
+
+def test_a_parameter_of_the_loss_is_clipped_by_the_norm_of_all_ranks(pool):
+    call = Call((torch.randn(6, 3),), torch.randn(6))
+    make = partial(Chain, 4)
+    norm, scale, state = clipped(2, make, call)
+    (first, last) = pool.run(clipped, make, call, ranks=2)
+    assert same([first[0], last[0], last[1]], [norm, norm, scale])
+    assert same({**first[2], **last[2]}, state)
