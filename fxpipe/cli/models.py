@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -234,8 +235,9 @@ def bench(
 ) -> None:
     """Measure a training step, and compare it with its prediction.
 
-    The loss of the step is the mean of the model's output, or the sum of the means if it returns
-    several tensors. With --inference, a call is measured.
+    The loss of the step is the one that the model returns by the name "loss"; or else the mean of
+    the model's output, or the sum of the means if it returns several tensors. With --inference, a
+    call is measured.
 
     \b
     Examples:
@@ -246,14 +248,16 @@ def bench(
     from fxpipe.schedule import compare
 
     given = load(factory, shapes)
+    loss = LossToMeasure()
     if options["training"]:
-        options["loss_fn"] = mean
+        options["loss_fn"] = loss
     with _compiled(given, **options) as pipe:
         before = replace(pipe.timeline(), name="predicted")
         with working("measuring", 1 + rounds):
             measured = pipe.measure(*given.args, rounds=rounds, **given.kwargs)
         if options["training"]:
-            click.echo("The loss of the step is the mean of what the model returns.\n")
+            what = "that which" if loss.is_the_models else "the mean of what"
+            click.echo(f"The loss of the step is {what} the model returns.\n")
         click.echo(str(compare(before, measured)))
         again = replace(pipe.timeline(), name="predicted from the measured times of the stages")
         click.echo("\n" + str(again).splitlines()[0])
@@ -275,8 +279,23 @@ NOT_COUNTED = "which is that of bench, and no part of the prediction"
 """What is said of the time of the loss: the user gives none."""
 
 
-def mean(output: Any, target: Any) -> Any:
-    """A loss for measurements: the sum of the means of all floating-point tensors in the output."""
+class LossToMeasure:
+    """A loss for measurements: that of the model, if its output has a scalar by the name ``loss``;
+    or else the sum of the means of all floating-point tensors in the output.
+
+    Attributes:
+        is_the_models: whether it has been the model's in the last call.
+    """
+
+    is_the_models = False
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        self.is_the_models = getattr(own, "ndim", None) == 0
+        return own if self.is_the_models else _mean(output)
+
+
+def _mean(output: Any) -> Any:
     from fxpipe.ir.structure import Structure
 
     tensors = [tensor for tensor in Structure.of(output)[0] if tensor.is_floating_point()]

@@ -204,7 +204,15 @@ class Target:
             return False
 
         if not has_list(target):
-            return [Target.of(target, batch)]
+            try:
+                return [Target.of(target, batch)]
+            except ValueError as error:
+                if type(target) in (list, tuple):
+                    error.add_note(
+                        f"the target is a {type(target).__name__} of {len(target)} elements: to be "
+                        f"cut between them, it would have to have {batch}, one for each row"
+                    )
+                raise
         found: dict[Nesting, Target] = {}
         refused: list[ValueError] = []
         lists = is_list, is_innermost

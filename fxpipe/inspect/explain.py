@@ -440,6 +440,8 @@ class Explaining:
     @property
     def _uncounted_loss(self) -> str:
         """Why the time of the loss is not predicted, where it is not."""
+        if self.options.loss_fn is None:
+            return "which the model itself returns: the prediction counts it as a part of its stage"
         why = self.mode.expected_loss
         if isinstance(why, str) and why != NO_TARGET:
             return f"of which the prediction knows nothing: {why}"

@@ -241,6 +241,8 @@ def test_bench_says_which_loss_it_has_run(models):
     out = succeeded("bench", "own_models:of_a_dataclass", *TWO, "--rounds", 1)
     assert "The loss of the step is the mean of what the model returns." in out
     assert "example_target" not in out, "the user has given no loss"
+    out = succeeded("bench", "own_models:of_a_loss", *TWO, "--rounds", 1)
+    assert "The loss of the step is that which the model returns." in out
     out = succeeded("bench", "own_models:build", *TWO, "--rounds", 1, "--inference")
     assert "The loss" not in out
 

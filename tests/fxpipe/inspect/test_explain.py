@@ -648,6 +648,24 @@ def test_it_is_said_how_losses_are_put_together(loss_fn, options, said):
         assert said in " ".join(str(pipe.explain()).split())
 
 
+class Regressor(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, target):
+        return {"loss": (self.second(self.first(x)) - target).square().mean()}
+
+
+def test_no_example_of_a_target_is_advised_where_the_model_returns_its_loss():
+    x, target = torch.randn(2, 8, 16)
+    with fxpipe.compile(Regressor(), TWO, chunks=2) as pipe:
+        pipe.measure(x, target=target, rounds=1)
+        assert "example_target" not in str(pipe.explain())
+
+
 def test_why_a_loss_is_not_predicted_although_an_example_of_its_target_is_given_is_said():
     def loss_fn(output, target):
         return (output - target)[target > 0].square().mean()  # as many as the values say
