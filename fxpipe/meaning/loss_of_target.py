@@ -373,11 +373,16 @@ class _LossOfTarget:
     def _to_be_cut_otherwise(self, verdict: Verdict) -> str:
         """The message for a target that does not make the whole batch's loss as it is cut into
         micro-batches, but would if it were cut otherwise; "" if there is no such way, or if nobody
-        asks."""
+        asks.
+
+        Which tensors are needed whole is looked for only where the loss does not take their parts:
+        the model has to run for it. Elsewhere a warning says that the loss is no mean.
+        """
         if verdict.is_exact or not (self.asked.check or verdict.trial is None):
             return ""
         names = self._cut_as_rows()
-        return self._along_another(names) or self._needed_whole(names)
+        found = self._along_another(names)
+        return found if found or verdict.trial is not None else self._needed_whole(names)
 
     def _along_another(self, names: Mapping[int, str]) -> str:
         """The message for tensors that have the batch where the inputs have it, which is not their
@@ -409,6 +414,7 @@ class _LossOfTarget:
         cut otherwise. ``dims``: the dimensions of some of its tensors, by their places in
         ``places``, that are not the first ones."""
         other = self._with_target(target)
+        other.output_of = self.output_of  # the model need not run again for another target
         for place, dim in dims.items():
             other.dims[self.count + place] = dim
         with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
