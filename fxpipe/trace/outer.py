@@ -90,13 +90,14 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
     """The caches, and the containers in global variables, classes and closures, that the code of a
     model's forward reads, as far as they are found by names."""
     modules = list(model.modules())
-    classes = {kind for module in modules for kind in type(module).__mro__ if _is_users_class(kind)}
+    classes = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    classes = dict.fromkeys(filter(_is_users_class, classes))
     values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
     known = {id(value) for _, value in values}
     names = {"forward"}
     for _ in range(_DEPTH):
         for kind in classes:  # what a function reads of any object may be one of these
-            values += _new(_of_class(kind, names & vars(kind).keys()), known)
+            values += _new(_of_class(kind, sorted(names & vars(kind).keys())), known)
         yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
         functions = [f for _, f in values if isinstance(f, FunctionType) and _is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
@@ -153,11 +154,11 @@ def _read_by(value: Any) -> Iterable[_Named]:
 def _read_by_function(function: FunctionType) -> Iterator[_Named]:
     code, scope = function.__code__, function.__globals__
     names = set(_names(code))
-    for name in names & scope.keys():
+    for name in sorted(names & scope.keys()):
         value = scope[name]
         yield f"the global variable {name} of {function.__module__}", value
         if isinstance(value, ModuleType) and is_a_users(str(vars(value).get("__file__")), name):
-            inside = names & vars(value).keys()
+            inside = sorted(names & vars(value).keys())
             yield from ((f"the global variable {n} of {name}", vars(value)[n]) for n in inside)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         for each in content_of(cell):
