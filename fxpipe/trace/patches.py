@@ -68,7 +68,7 @@ from fxpipe.ir._torch import (
     LazyGraphModule,
     SingleLevelFunction,
 )
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_of_a_model, is_ours
 from fxpipe.trace.errors import GRADIENTS, Refused, source_line
 
 LOCK = threading.RLock()
@@ -256,13 +256,14 @@ class _Stderr:
 def prints() -> Iterator[list[str]]:
     """Yields the lines of the model at which it prints inside the ``with`` block, in a list that
     grows. What it prints there is dropped: it is told of symbols, of tensors without values, or of
-    the samples of a check, which are none of its calls."""
+    the samples of a check, which are none of its calls. What else is the user's (a pass, a tracer)
+    prints."""
     lines: list[str] = []
 
     def replace(original: Callable[..., None]) -> Callable[..., None]:
         def function(*args: Any, **kwargs: Any) -> None:
             frame = caller()
-            if is_of_a_model(frame.f_code.co_filename):
+            if is_of_a_model(frame.f_code.co_filename) and not _is_beside(frame):
                 lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
             else:
                 original(*args, **kwargs)
@@ -271,6 +272,18 @@ def prints() -> Iterator[list[str]]:
 
     with patched(builtins, "print", replace):
         yield lines
+
+
+_CALL_OTHERS = "passes.chain", "passes.cost.given", "fxpipe.compiler.history", "fxpipe.trace"
+"""The modules of ours that call code of the user's which is no model: passes, observers of passes,
+costs and tracers."""
+
+
+def _is_beside(frame: FrameType | None) -> bool:
+    """Whether the code of a frame is the user's, but no model: the innermost code of ours tells."""
+    while frame is not None and not is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") in _CALL_OTHERS
 
 
 # ------------------------------------------------------------------------ autograd's own functions

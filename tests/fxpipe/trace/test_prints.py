@@ -4,10 +4,12 @@ traced: a warning names the line."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxpipe
 
@@ -67,6 +69,29 @@ def test_nothing_is_printed_where_settings_are_chosen(capsys) -> None:
         fxpipe.plan(Talks(), ["cpu"] * 2, chunks=2, memory="1GiB", **given)
         fxpipe.compile(Talks(), ["cpu"] * 2, schedule="auto", memory="1GiB", **given).prepare(x)
     assert not capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A pass that prints how many nodes there are."""
+
+    name: str = "counted"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        print("nodes", len(gm.graph.nodes))
+        return gm
+
+
+def test_a_pass_of_the_users_prints(capsys) -> None:
+    def traced(model: nn.Module, args: Any, kwargs: Any) -> fx.GraphModule:
+        print("traced")
+        return fx.symbolic_trace(model)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    chain = fxpipe.default_chain().before("split", Counted())
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, passes=chain, tracer=traced) as pipe:
+        pipe(torch.randn(4, 4))
+    assert set(capsys.readouterr().out.splitlines()) == {"traced", "nodes 4"}
 
 
 def test_a_loss_prints_once_for_each_micro_batch(capsys) -> None:
