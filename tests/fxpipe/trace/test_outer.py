@@ -89,11 +89,11 @@ KINDS = "cached", "by hand", "cached by a class", "by hand in a class", "in a cl
 
 @pytest.fixture(autouse=True)
 def cold():
-    """Nothing is in any table."""
+    """Nothing is in any table or list."""
     cached.cache_clear()
     OfAClass.cached.cache_clear()
-    TABLES.clear()
-    OfAClass.tables.clear()
+    for each in TABLES, OfAClass.tables, LOSSES, LENGTHS:
+        each.clear()
 
 
 @pytest.mark.parametrize("branches", [False, True])
