@@ -244,7 +244,7 @@ def bench(
       fxpipe bench models:build --devices cpu,cpu --schedule 1f1b
       fxpipe bench fxpipe.demo:UNet --input 16,3,32,32 --rounds 20 --draw out.svg
     """
-    from fxpipe.inspect.against import against, is_off
+    from fxpipe.inspect.against import OF_THE_MODEL, against, is_off
     from fxpipe.schedule import compare
 
     given = load(factory, shapes)
@@ -264,7 +264,8 @@ def bench(
         lanes = {stage.lane: str(stage.device) for stage in pipe.stages}
         devices = [lanes[lane] for lane in sorted(lanes)]
         run = "step" if options["training"] else "call"
-        _, *causes = against(before, measured, again, devices, run, NOT_COUNTED)
+        uncounted = OF_THE_MODEL if loss.is_the_models else NOT_COUNTED
+        _, *causes = against(before, measured, again, devices, run, uncounted)
         if is_off(before, measured):
             causes.append(
                 "The times of nodes are estimates, and they are off, unless lanes slow each other: "

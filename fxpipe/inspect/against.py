@@ -21,6 +21,9 @@ from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD, OPTIMIZER
 SEEN = 0.02  # the part of a step, or of the mean time of its stages, that is said
 OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
 UNCOUNTED = "of which the prediction knows nothing: example_target= lets it be counted"
+OF_THE_MODEL = (
+    "beside what the model computes of it in its stages; the prediction does not count that"
+)
 NAMED = 4  # the most stages whose factors are given one by one
 
 

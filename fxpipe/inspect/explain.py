@@ -22,7 +22,14 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.replanned import Replanned
-from fxpipe.inspect.against import UNCOUNTED, against, factor, is_off, microbatches_of
+from fxpipe.inspect.against import (
+    OF_THE_MODEL,
+    UNCOUNTED,
+    against,
+    factor,
+    is_off,
+    microbatches_of,
+)
 from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
@@ -441,7 +448,7 @@ class Explaining:
     def _uncounted_loss(self) -> str:
         """Why the time of the loss is not predicted, where it is not."""
         if self.options.loss_fn is None:
-            return "which the model itself returns: the prediction counts it as a part of its stage"
+            return OF_THE_MODEL
         why = self.mode.expected_loss
         if isinstance(why, str) and why != NO_TARGET:
             return f"of which the prediction knows nothing: {why}"

@@ -22,9 +22,7 @@ CONTAINS = "contains"  #: str, of a stage's module: what is in it, for people
 COST = "cost"  #: Cost
 WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
-SAVED_STATE = (
-    "saved_state"  #: as "saved": memories of parameters of which it is given views, and keeps these
-)
+SAVED_STATE = "saved_state"  #: as "saved": memories of parameters, of which it keeps views
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
 TURN = "turn"  #: int: how many actions the lane of a node with an action runs ahead of it

@@ -303,12 +303,13 @@ _Known = tuple[Tensor, tuple[int, int]]
 
 
 def _tensors(node: fx.Node) -> Iterator[_Known]:
-    """The tensors of a node's value."""
+    """The tensors of a node's value, each with the number and the bytes of its memory."""
     yield from zip(tensors_of(node.meta.get(VALUE)), memories_of(node), strict=True)
 
 
 def _inputs(node: fx.Node) -> list[_Known]:
-    """The tensors that a node is given, in order."""
+    """The tensors that a node is given, in order, each with the number and the bytes of its
+    memory."""
     found: list[_Known] = []
     fx.map_arg((node.args, node.kwargs), lambda source: found.extend(_tensors(source)))
     return found

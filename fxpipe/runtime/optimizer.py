@@ -45,8 +45,7 @@ class Stepping:
         self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor], zero_grad: bool = False
     ) -> None:
         self._zero_grad = zero_grad
-        own = {id(parameter) for parameter in parameters}
-        self._own = own
+        self._own = own = {id(parameter) for parameter in parameters}
         self._each = [_StepInParts(optimizer) for optimizer in optimizers]
         self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
 
@@ -73,7 +72,7 @@ class Stepping:
     def others(self) -> list[Tensor]:
         """The parameters that the optimizers hold beside those of the model: of a loss function,
         say."""
-        held = [p for optimizer in self.optimizers for p in _parameters(optimizer)]
+        held = dict.fromkeys(p for optimizer in self.optimizers for p in _parameters(optimizer))
         return [parameter for parameter in held if id(parameter) not in self._own]
 
     def unscale(self, scaler: GradScaler) -> None:

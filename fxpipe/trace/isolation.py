@@ -79,9 +79,9 @@ def untouched(model: nn.Module) -> Iterator[Since]:
 
     At the end of the block the modules' attributes and what they contain, the values of buffers,
     the gradients and the states of the random number generators are put back, and what functions
-    of the model keep outside of it (:mod:`fxpipe.trace.outer`). Inside the block the
-    user's hooks are not called, except those that record outputs of modules for the model's own
-    output. PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight.
+    of the model keep outside of it (:mod:`fxpipe.trace.outer`). Inside the block the user's hooks
+    are not called, except those that record outputs of modules for the model's own output.
+    PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight.
 
     Yields an object that tells what the model has done inside the block so far.
     """

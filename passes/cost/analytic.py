@@ -92,9 +92,8 @@ class AnalyticCost:
             work = runs.of(node)
             node.meta[WORK] = work
             saved = runs.saved(node, work)
-            state = saved.keys() & runs.state
-            node.meta[SAVED] = tuple((m, size) for m, size in saved.items() if m not in state)
-            node.meta[SAVED_STATE] = tuple((m, saved[m]) for m in state)
+            node.meta[SAVED] = tuple(each for each in saved.items() if each[0] not in runs.state)
+            node.meta[SAVED_STATE] = tuple(each for each in saved.items() if each[0] in runs.state)
             node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable(gm, node))
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
@@ -232,8 +231,8 @@ class _Runs:
     def _run(self, node: fx.Node) -> Work:
         with self.interpreter.mode, torch.set_grad_enabled(self.training):
             ahead = larger = self._forward(node, PART)
-            reached = ((node, leaf_of(node)) for node in backward_edges(ahead.outputs))
-            edges = Counter(node if leaf is None else id(leaf) for node, leaf in reached)
+            ends = ((end, leaf_of(end)) for end in backward_edges(ahead.outputs))
+            edges = Counter(end if leaf is None else id(leaf) for end, leaf in ends)
             back = larger_back = self._backward(node, ahead)
             is_known = any(PART in source.meta for source in node.all_input_nodes)
             if is_known and self.times != self.chunks:

@@ -248,7 +248,7 @@ class RankRunner(Runner):
         compiler, ranks = self.compiler, self.compiler.ranks
         own: dict[Any, Tensor] = dict(compiler.own_parameters())
         models = {id(parameter) for parameter in compiler.model.parameters()}
-        beside = [parameter for parameter in others if id(parameter) not in models]
+        beside = [each for each in dict.fromkeys(others) if id(each) not in models]
         own |= {(ranks.rank, i): parameter for i, parameter in enumerate(beside)}
         norms = {
             name: whole(torch.linalg.vector_norm(parameter.grad, norm_type)).cpu()

@@ -157,3 +157,10 @@ def test_a_part_is_stepped_at_once_and_the_rest_at_the_end():
     assert same([a.tolist(), b.tolist(), c.tolist()], [[-1, -1], [0, 0], [0, 0]])
     stepping.finish()
     assert same([a.tolist(), b.tolist(), c.tolist()], [[-1, -1], [-1, -1], [0, 0]])
+
+
+def test_a_parameter_beside_the_model_is_there_once_whatever_holds_it() -> None:
+    own, beside = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizers = [torch.optim.SGD(held, lr=0.1) for held in ([own, beside], [beside])]
+    (found,) = Stepping(optimizers, [own]).others
+    assert found is beside
