@@ -15,7 +15,7 @@ from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Slot, broadcast, from_the_front, say
 from fxpipe.meaning.weights import dim_of
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim, Dims, InDim
-from passes.to_stages.rows import values_with
+from passes.to_stages.rows import values_of
 
 
 def output_dims(
@@ -47,7 +47,7 @@ def output_dims(
     if all(VALUE in node.meta for node in nodes):  # pass "alias" has run it
         values = {node: node.meta[VALUE] for node in nodes}
     else:
-        env = values_with(gm, inputs, [None] * len(in_dims), 0)
+        env = values_of(gm, inputs)
         values = {node: env[node] for node in nodes}
     slots = {node: pytree.tree_map(lambda leaf: Slot(), values[node]) for node in nodes}
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))

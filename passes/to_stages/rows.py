@@ -215,14 +215,10 @@ def _places(node: fx.Node, given: list[Tensor], made: list[Tensor]) -> list[_Pla
     return [known.setdefault(memory_of(tensor), ~i) for i, tensor in enumerate(made)]
 
 
-def values_with(
-    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
-) -> dict[fx.Node, Any]:
-    """The fake value of each node in a run with ``more`` further rows along each batch dimension.
-
-    Raises ``OneSizeOnly`` if the graph does not take so many rows.
-    """
-    return _values(_OneOfEach(gm, fake_mode(gm.graph)), inputs, in_dims, lambda rows: rows + more)
+def values_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The fake value of each node in a run with these inputs."""
+    run = _OneOfEach(gm, fake_mode(gm.graph))
+    return _values(run, inputs, [None] * len(inputs), lambda rows: rows)
 
 
 def _values(
