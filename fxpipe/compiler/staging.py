@@ -77,6 +77,7 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
+from fxpipe.trace.flags import OF_INPUTS
 from fxpipe.trace.leaked import refuse_leaked
 from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.spread import as_on_one_device
@@ -383,6 +384,7 @@ class Staging(ABC):
             prepared.traced.settled = twin.settled(prepared.traced.settled)
             twin.learned()
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
+        self._refuse_flags_of_inputs(premises, call)
         with phase("place", quiet=True):
             homes = place(self.model, stage_graph, options.devices)
         # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
@@ -424,6 +426,20 @@ class Staging(ABC):
         inputs = named_inputs(self.model, args, kwargs, options.in_dims)
         self._tell_of_shared_draws(mode, inputs, rows)
         return mode
+
+    def _refuse_flags_of_inputs(self, reads: Reads, call: GuardedCall) -> None:
+        """Refuse an input that requires a gradient where the forward may branch by that: a model is
+        traced and compared on inputs that do not."""
+        asks = any(name == OF_INPUTS for _, name in reads)
+        pairs = zip(call.paths, call.require_gradients, strict=True)
+        if asks and (path := next((path for path, requires in pairs if requires), None)):
+            raise Unsupported(
+                f"the forward of {type(self.model).__name__} asks whether a tensor requires a "
+                f"gradient (tensor.requires_grad), and the input {path} does. A graph has one "
+                "branch only, that of inputs which do not. Give "
+                f"{path}.detach(), or let the forward branch by something else, such as "
+                "self.training or an argument"
+            )
 
     def _tell_of_shared_draws(self, mode: Mode, inputs: Sequence[Input], rows: int | None) -> None:
         """Warn of random numbers that each micro-batch draws anew for an input as large as the

@@ -210,7 +210,7 @@ class Asking:
         if not buffers:
             return verdict
         problems = list(verdict.problems)
-        problems[place] = messages.mixed_in_buffers(problem, buffers)
+        problems[place] = messages.blamed_on_buffers(problem, buffers)
         return replace(verdict, problems=problems)
 
     def _advice(self) -> str:

@@ -157,7 +157,7 @@ def wrong(
     )
 
 
-def mixed_in_buffers(problem: Problem, buffers: Mapping[str, str]) -> Problem:
+def blamed_on_buffers(problem: Problem, buffers: Mapping[str, str]) -> Problem:
     """A problem of rows that are mixed by way of buffers, which says so.
 
     Args:

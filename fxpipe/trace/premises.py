@@ -43,6 +43,7 @@ from fxpipe.ir._torch import version_of
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import patches
+from fxpipe.trace.flags import OF_INPUTS, flag_of, flags_read, is_flag
 from fxpipe.trace.patches import patched
 from fxpipe.trace.ties import Ties
 
@@ -90,9 +91,14 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     ``with`` block, with their states: a dictionary that grows.
 
     Parameters, buffers and modules are left out, for a graph reads these from the model. So are
-    look-ups in vain by PyTorch, which asks every module for what few modules have.
+    look-ups in vain by PyTorch, which asks every module for what few modules have. Whether a
+    parameter requires a gradient is an attribute, too (:mod:`fxpipe.trace.flags`).
     """
     reads: Reads = {}
+
+    def note(module: nn.Module, name: str) -> None:
+        reads.setdefault((module, name), state_of(module, name))
+
     modules = set(model.modules())
     thread, this_thread = threading.get_ident(), threading.get_ident
 
@@ -124,7 +130,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 
         return watched
 
-    with patched(nn.Module, _LOOK_UP, replace, tells_threads=True):
+    with patched(nn.Module, _LOOK_UP, replace, tells_threads=True), flags_read(model, note):
         yield reads
 
 
@@ -217,7 +223,7 @@ class Premises:
         in words: ``("head.scale", "3")``. ``paths`` are those of the model's modules."""
         for owner in self._owners:
             for name, state in owner.states.items():
-                if not owner.is_method(name):
+                if not owner.is_method(name) and name != OF_INPUTS:
                     yield _path(paths, owner.module, name), _said(state)
 
     def difference(self, paths: Mapping[nn.Module, str]) -> str:
@@ -265,6 +271,11 @@ class Premises:
         self._values = [value for owner in owners for value in owner.own.values()]
         self._inherited = {(o.kind, n): value for o in owners for n, value in o.inherited.items()}
         self._missing = [(o.module, name) for o in owners for name in o.missing()]
+        self._flags = [
+            (o.module, name, flag_of(o.module, name))
+            for o in owners
+            for name in filter(is_flag, o.states)
+        ]
 
     def _are_the_same(self) -> bool:
         """Whether every attribute is seen, in little time, to be the object that it was."""
@@ -273,6 +284,7 @@ class Premises:
             and all(map(operator.is_, [get(n, MISSING) for get, n in self._looked], self._values))
             and all(_of_class(*place) is value for place, value in self._inherited.items())
             and all(value_of(module, name) is MISSING for module, name in self._missing)
+            and all(flag_of(module, name) is flag for module, name, flag in self._flags)
         )
 
     def _shapes_now(self) -> list[Any]:
@@ -338,6 +350,8 @@ class _Owner:
 def value_of(module: nn.Module, name: str) -> Any:
     """An attribute of a module or of its class; :data:`MISSING` if there is none. A property is not
     computed: the result is the property object."""
+    if is_flag(name):
+        return flag_of(module, name)
     own = vars(module)
     if name in own:
         return own[name]

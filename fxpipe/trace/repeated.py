@@ -40,6 +40,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir.hooks import hooks_of
 from fxpipe.ir.structure import Structure
 from fxpipe.trace.errors import Refused
+from fxpipe.trace.flags import is_flag, read_again
 from fxpipe.trace.premises import Attribute, attributes_read, state_of, value_of
 from fxpipe.trace.whole import OP, Opaque, standing_in
 
@@ -262,7 +263,9 @@ class Repeated:
         """Read the attributes of a layer that its forward would have read: what is read while a
         model is traced becomes a guard."""
         for _, other, name in self._pairs(module, layer):
-            if not isinstance(value_of(other, name), property):  # what it reads is read by itself
+            if is_flag(name):
+                read_again(other, name)
+            elif not isinstance(value_of(other, name), property):  # what it reads is read by itself
                 getattr(other, name, None)
 
     def copied(self, graph: fx.Graph, attributes: MutableMapping[str, Any]) -> None:

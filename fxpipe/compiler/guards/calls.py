@@ -88,6 +88,11 @@ class GuardedCall:
         return spec, kinds, places, self._taken_apart[1].same
 
     @property
+    def require_gradients(self) -> tuple[bool, ...]:
+        """Whether each tensor requires a gradient."""
+        return tuple(tensor.requires_grad for tensor in self.tensors)
+
+    @property
     def autocast(self) -> tuple[torch.dtype | None, ...]:
         """The autocast dtype, or None, of each kind of device that tensors are on."""
         return autocast_of(self.tensors)

@@ -259,3 +259,22 @@ class AutocastGuard:
     def __str__(self) -> str:
         casts = [dtype_text(cast) for cast in self.dtypes if cast]
         return f"autocast to {', '.join(casts)}" if casts else "no autocast"
+
+
+@dataclass(frozen=True)
+class GradientsGuard:
+    """Which tensors of the call require gradients, for a model whose forward asks for that."""
+
+    kind: ClassVar[str] = "gradients"
+    flags: tuple[bool, ...]
+
+    def holds(self, call: GuardedCall) -> bool:
+        return self.flags == call.require_gradients
+
+    def failure(self, call: GuardedCall) -> str:
+        pairs = zip(call.paths, self.flags, call.require_gradients, strict=True)
+        path, then, now = next(each for each in pairs if each[1] is not each[2])
+        return f"{path}.requires_grad: {then} → {now}"
+
+    def __str__(self) -> str:
+        return ""

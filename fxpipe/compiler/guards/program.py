@@ -13,11 +13,13 @@ from fxpipe.compiler.guards.on_call import (
     ArgumentsGuard,
     AutocastGuard,
     ConstantGuard,
+    GradientsGuard,
     RowsGuard,
     ShapeGuard,
     SizesGuard,
 )
 from fxpipe.compiler.guards.on_model import ModulesGuard, StateGuard
+from fxpipe.trace.flags import OF_INPUTS
 from fxpipe.trace.premises import Premises
 from fxpipe.trace.sizes import Sizes
 
@@ -53,6 +55,7 @@ class Guards:
             relations = [SizesGuard(sizes, tuple(call.paths), dims, parts)]
         self.modules = ModulesGuard(call.model)
         self.state = StateGuard(call.model, [premises])
+        asks = any(name == OF_INPUTS for _, name in premises.attributes())
         self._all: tuple[Guard, ...] = (
             ArgumentsGuard(call.built, tuple(call.arguments)),
             *(ShapeGuard.of(i, *each, kind, sizes) for i, each in enumerate(tensors)),
@@ -61,6 +64,7 @@ class Guards:
             *relations,
             self.modules,
             AutocastGuard(call.autocast),
+            *([GradientsGuard(call.require_gradients)] if asks else []),
             self.state,
         )
 

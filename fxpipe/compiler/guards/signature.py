@@ -23,7 +23,9 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
     if not all(isinstance(part, _CONSTANTS) or type(part) is Tensor for part in parts):
         return None, tensors
     kinds = [
-        (part.shape, part.dtype) if isinstance(part, Tensor) else (type(part), part)
+        (part.shape, part.dtype, part.requires_grad)
+        if isinstance(part, Tensor)
+        else (type(part), part)
         for part in parts
     ]
     same = same_objects(tensors)
