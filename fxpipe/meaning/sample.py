@@ -19,9 +19,11 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 
 - "mixed": rows are in another order, and each integer or flag is replaced by one that is drawn from
   the same tensor, in some rows more often by one and the same. Of rows of one integer each, such
-  as lengths, one alone has the largest;
+  as lengths or numbers of groups, one alone has the largest, and two of different parts have equal
+  ones;
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
-  numbers are all equal, numbers are changed;
+  numbers are all equal, numbers are changed; and of rows of one integer each, one gets that of a
+  row of another part;
 - "moved": rows are in another order;
 - "given": rows are as they are, and in their order.
 
@@ -130,7 +132,7 @@ def sampled(
         order = _differing(order, uneven[seed % len(uneven) :] + uneven[: seed % len(uneven)])
         order = order.sort().values if level == GIVEN else order
     if level != GIVEN and not counts and seed != OF_LABELS:
-        order = _with_one_largest(order, tensors, dims)
+        order = _with_one_largest(order, tensors, dims, sizes[0])
     found = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
@@ -142,6 +144,8 @@ def sampled(
             if level != GIVEN:
                 chosen = _perturbed(chosen, value, dim, level, draw)
                 chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
+                if level != MOVED and seed != OF_LABELS:
+                    chosen = _with_a_pair(chosen, dim, sizes[0])
             value = chosen
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)
@@ -163,12 +167,12 @@ def _differing(order: Tensor, counts: Sequence[Tensor]) -> Tensor:
 
 
 def _with_one_largest(
-    order: Tensor, tensors: Sequence[Tensor], dims: Sequence[int | None]
+    order: Tensor, tensors: Sequence[Tensor], dims: Sequence[int | None], first: int
 ) -> Tensor:
     """The numbers of a sample's rows, some of them replaced, so that one row alone has the largest
-    of the integers of which each row has one, such as lengths: the first row, or the last one. By
-    the largest a model may cut or scale all rows, and it is not the same for all parts then, even
-    where most rows of the example have it."""
+    of the integers of which each row has one, such as lengths: the first row, if it is not all of
+    the first part (of ``first`` rows), or the last one. By the largest a model may cut or scale all
+    rows, and it is not the same for all parts then, even where most rows of the example have it."""
     for tensor, dim in zip(tensors, dims, strict=True):
         if dim is None or isinstance(tensor, Column) or not _has_one_a_row(tensor, dim):
             continue
@@ -178,11 +182,31 @@ def _with_one_largest(
         is_largest = numbers == numbers.max()
         if bool(is_largest.all()):
             continue
-        place = 0 if is_largest[order[0]] else -1
+        place = 0 if is_largest[order[0]] and first > 1 else -1
         found = torch.where(is_largest[order], numbers.argmin(), order)
         found[place] = order[place] if is_largest[order[place]] else numbers.argmax()
         return found
     return order
+
+
+def _with_a_pair(rows: Tensor, dim: int, first: int) -> Tensor:
+    """Rows of one integer each, of which the first row and one after the ``first`` ones, the first
+    part, have equal integers: rows of one group, or document, may see each other, wherever they
+    are in the batch. The largest integer stays with one row alone, which becomes the last one if it
+    was all of the first part."""
+    if not _has_one_a_row(rows, dim) or rows.is_meta or not first < rows.numel() - 1:
+        return rows
+    if rows.dtype == torch.bool or rows.is_complex() or has_fractions(rows):
+        return rows
+    numbers = rows.flatten().clone()
+    largest = int(numbers.argmax())
+    if largest == 0 and first == 1:
+        numbers[[0, -1]] = numbers[[-1, 0]]
+        largest = len(numbers) - 1
+    one = 1 if largest == 0 else 0
+    other = first + 1 if largest == first else first
+    numbers[other] = numbers[one]
+    return numbers.reshape(rows.shape)
 
 
 def _has_one_a_row(tensor: Tensor, dim: int) -> bool:

@@ -1,0 +1,119 @@
+"""Models in which rows see each other where numbers in them are equal: the edges of a graph that
+meet at a node, the items of a query, the tokens of a document. Of a few rows that is rare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.meaning.sample import MIXED, OF_LABELS, WHOLE, sampled
+
+TWO = ["cpu", "cpu"]
+
+
+class Graph(nn.Module):
+    """Two rounds of messages along the edges of one graph. Of a few edges hardly any two meet, and
+    then what it computes of each is a term of a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, nodes, edges):
+        def sent(values):
+            return torch.zeros_like(values).index_add(0, edges[1], values[edges[0]])
+
+        return sent(self.second(sent(self.first(nodes)).relu()))
+
+
+class Edges(Graph):
+    """The same, with a number for each edge."""
+
+    def forward(self, nodes, edges):
+        found = super().forward(nodes, edges)
+        return (found[edges[0]] * found[edges[1]]).sum(1)
+
+
+class Packed(nn.Module):
+    """Attention among the tokens of each document."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, document):
+        scores = self.q(x) @ self.k(x).T
+        is_other = document[:, None] != document[None]
+        return scores.masked_fill(is_other, -1e9).softmax(-1) @ self.v(x)
+
+
+class Ranked(nn.Module):
+    """A softmax over the items of each query."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, x, query):
+        weight = self.score(x)[:, 0].exp()
+        return weight / torch.zeros(1000).index_add(0, query, weight)[query]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [Graph, Edges])
+def test_the_edges_of_one_graph_are_not_cut_into_micro_batches(kind: type[Graph], seed: int):
+    torch.manual_seed(seed)
+    nodes, edges = torch.randn(200, 8), torch.randint(200, (2, 800))
+    with (
+        fxpipe.compile(kind(), TWO, chunks=4) as pipe,
+        pytest.raises(fxpipe.BatchError, match="edges along dimension"),
+    ):
+        pipe(nodes, edges)
+
+
+@pytest.mark.parametrize("groups", [3, 16, 40])
+@pytest.mark.parametrize("kind", [Packed, Ranked])
+def test_rows_of_equal_numbers_that_see_each_other_are_refused(kind: type[nn.Module], groups: int):
+    torch.manual_seed(groups)
+    x, numbers = torch.randn(64, 8), torch.randint(groups, (64,))
+    with (
+        fxpipe.compile(kind(), TWO, chunks=4) as pipe,
+        pytest.raises(fxpipe.BatchError, match="depends on which other rows there are"),
+    ):
+        pipe(x, numbers)
+
+
+def test_rows_of_equal_numbers_that_do_not_see_each_other_are_cut():
+    class Conditioned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.of_class = nn.Linear(8, 8), nn.Embedding(40, 8)
+
+        def forward(self, x, number):
+            return self.layer(x) * self.of_class(number)
+
+    model, x, numbers = Conditioned(), torch.randn(64, 8), torch.randint(40, (64,))
+    with fxpipe.compile(model, TWO, chunks=4) as pipe:
+        torch.testing.assert_close(pipe(x, numbers), model(x, numbers))
+
+
+@pytest.mark.parametrize("level", [MIXED, WHOLE])
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (3, 2), (4, 2)])
+def test_a_sample_has_two_rows_of_one_number_and_one_row_alone_with_the_largest(
+    level: str, sizes: tuple[int, int]
+):
+    numbers = torch.randperm(50)
+    for seed in {0, 2, 3, 4} - {OF_LABELS}:
+        (found,) = sampled([numbers], [0], sizes, level, seed)
+        first, others = found.split(sizes)
+        assert set(first.tolist()) & set(others.tolist()), (seed, found)
+        assert int((found == found.max()).sum()) == 1, (seed, found)
+
+
+def test_a_sample_of_rows_with_several_numbers_each_keeps_them():
+    edges = torch.arange(100).view(50, 2)
+    found: Tensor
+    (found,) = sampled([edges], [0], (1, 3), WHOLE, 0)
+    assert all(row in edges.tolist() for row in found.tolist())
