@@ -30,6 +30,7 @@ from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
@@ -40,6 +41,7 @@ from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps, has_size_
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
+from fxpipe.trace.slices import without_whole_slices
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 once.exported(),
                 exported_somewhere(example),
                 prints() as printed,
+                lengths_recorded(example.model),
                 unwatched() as watched,
             ):
                 program = torch.export.export(
@@ -423,6 +426,7 @@ def _on_the_model(
             copies[node].meta |= _of_autocast(node)
     once.copied(graph, attributes)
     enclose_vmaps(graph, attributes)
+    without_whole_slices(graph)
     # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls, attributes)

@@ -28,6 +28,7 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import running_lines
 from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
@@ -45,6 +46,7 @@ def front_end(example: Example) -> Traced:
     with (
         untouched(model) as since,
         parameters_put_back(model) as written,
+        lengths_recorded(model),
         fx_here(),
         functions_handled(_as_a_node),
         skip.tracking(model),
