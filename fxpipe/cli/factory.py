@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpipe.cli.errors import UserError
+from fxpipe.ir.options import meant
 
 if TYPE_CHECKING:
     from torch import nn
@@ -220,7 +221,9 @@ def _module(name: str) -> Any:
 def _attribute(found: Any, module: str, path: str) -> Any:
     for name in path.split("."):
         if not hasattr(found, name):
-            raise UserError(f"the module {module!r} has no {path!r}")
+            near = meant(name, dir(found))
+            advice = f": did you mean {near!r}?" if near else ""
+            raise UserError(f"the module {module!r} has no {path!r}{advice}")
         found = getattr(found, name)
     return found
 

@@ -157,7 +157,7 @@ class LaterChecks(Staging):
     def _asked_again(self, counts: Sequence[Tensor] = ()) -> Asked:
         """The options of a check in the middle of training, where nothing is refused, with samples
         whose rows differ by these ``counts``."""
-        return replace(self._asked, check="warn", counts=counts)
+        return replace(self._asked, check="warn", counts=counts, is_again=True)
 
     def _check_again(
         self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked

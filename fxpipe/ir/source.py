@@ -31,10 +31,11 @@ def is_ours(filename: str) -> bool:
 
 @cache
 def is_of_a_model(filename: str) -> bool:
-    """Whether the code of a file may be a model's: not PyTorch's, nor ours, nor generated."""
+    """Whether the code of a file may be a model's: not PyTorch's, nor ours, nor Python's own, nor
+    generated."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
-    return filename == _DEMO or not filename.startswith(_OTHERS)
+    return filename == _DEMO or not (filename.startswith(_OTHERS) or _is_pythons(filename))
 
 
 @cache
@@ -51,8 +52,12 @@ def is_a_users(filename: str, module: str) -> bool:
         return True
     if module.split(".")[0] in _PACKAGES or filename.startswith(_GENERATED):
         return False
-    is_pythons = filename.startswith(_PYTHONS) and "site-packages" not in filename
-    return not (is_pythons or filename.startswith(_OTHERS))
+    return not (_is_pythons(filename) or filename.startswith(_OTHERS))
+
+
+def _is_pythons(filename: str) -> bool:
+    """Whether a file is of Python's own library."""
+    return filename.startswith(_PYTHONS) and "site-packages" not in filename
 
 
 _FRAME = re.compile(r' *(?P<text>File "(?P<file>.*?)", line (?P<number>\d+).*\n *(?P<code>.*))')

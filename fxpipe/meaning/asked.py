@@ -75,6 +75,8 @@ class Asked:
         returns_loss: whether ``loss_weight`` is about a loss that the model returns.
         training: whether gradients are wanted, so that they have to be right.
         counts: what rows of the mini-batch differ by, so that the rows of samples have to.
+        is_again: whether an earlier mini-batch has told, so that one which does not (its loss is
+            NaN, as with a scale of gradients that is too large) leaves it at that.
         told: what the user has been warned of, which is not said again; None: that is not kept.
     """
 
@@ -86,6 +88,7 @@ class Asked:
     returns_loss: bool = False
     training: bool = True
     counts: Sequence[Tensor] = ()
+    is_again: bool = False
     told: set[str] | None = None
 
     def warn(self, text: str) -> None:

@@ -355,6 +355,8 @@ class _LossOfTarget:
             if verdict.trial is None and not self._is_taken_in_a_step():
                 self.is_decided = False  # the step will raise the same error
                 return None
+            if asked.is_again and messages.not_finite(verdict):
+                return None
             # It has to be put together in some way, which is said whatever the user accepts.
             self.note = messages.unknown_loss(verdict, self._cut_as_rows())
             refuse(replace(asked, check=asked.check or "warn"), self.note)

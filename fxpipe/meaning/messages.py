@@ -292,14 +292,22 @@ def along_another(names: Sequence[str], dim: int) -> str:
     )
 
 
+def not_finite(verdict: Verdict) -> str:
+    """The loss of the last sample, as text, if it is NaN or infinite; else ""."""
+    found = [] if verdict.trial is None else list(verdict.trial.whole.values())
+    numbers = [each.item() for each in found if isinstance(each, Tensor) and each.numel() == 1]
+    return next((str(each) for each in numbers if not cmath.isfinite(each)), "")
+
+
 def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
     """The message for a ``loss_fn`` where the check cannot tell a mean from a sum. ``cut``: what to
     write for the tensors of the target that are cut into micro-batches."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
-    found = [] if verdict.trial is None else list(verdict.trial.whole.values())
-    numbers = [each.item() for each in found if isinstance(each, Tensor) and each.numel() == 1]
-    if endless := [str(each) for each in numbers if not cmath.isfinite(each)]:
-        why = f"it is {endless[0]} for rows like those of the example"
+    if endless := not_finite(verdict):
+        why = (
+            f"it is {endless} for rows like those of the example (is any value of the inputs, the "
+            "parameters or the target NaN or infinite?)"
+        )
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
         why = "on other numbers of rows it, or the model, raises "
@@ -373,7 +381,10 @@ def across(
     if has_sum:
         return (
             f"{what} It is a mean over the rows plus a sum over them: divide that sum by the "
-            f"number of rows, so that all of it is a mean; or {otherwise}; or give chunks=1"
+            "number of rows, so that all of it is a mean; or, to keep the sum, give "
+            'loss_weight="sum", and multiply what is no sum (a penalty on weights, say) by the '
+            "part of the batch's rows that the micro-batch has, len(target) / batch; or "
+            f"{otherwise}; or give chunks=1"
         )
     several = (
         ". If it adds up means over different things, such as rows and tokens, put the counts of "

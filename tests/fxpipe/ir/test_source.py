@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -29,6 +30,7 @@ TORCH, OURS, PASSES = (Path(each.__file__).parent for each in (torch, fxpipe, pa
         ("<ipython-input-1-2a5f>", True),
         ("<stdin>", True),
         ("my_model.py", True),
+        (contextlib.__file__, False),
     ],
 )
 def test_a_line_of_the_models_is_not_pytorchs_nor_ours_nor_generated(filename, expected):
