@@ -19,7 +19,6 @@ one of each parameter and buffer, however many micro-batches there are: these ar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.ir.errors import AnotherStrategy, OneSizeOnly, is_the_models
 from fxpipe.ir.graph import COPIES, GROWS, MEMORIES, PART, VALUE, WRITES
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, new_memory, tensors_of
 from fxpipe.runtime.microbatch import rows_of_each
 from passes.common.fakes import FakeInterpreter, fake_mode
 from passes.common.signature import signature
@@ -148,7 +147,6 @@ class _OneOfEach(FakeInterpreter):
         self.gm = gm
         self.known: dict[Any, tuple[Any, list[_Place]]] = {}
         self.memories: dict[fx.Node, list[int]] = {}
-        self._numbers = itertools.count()
         written = (name for node in gm.graph.nodes for name in node.meta.get(WRITES, ()))
         self.written = set(written)
 
@@ -194,7 +192,7 @@ class _OneOfEach(FakeInterpreter):
             elif place >= 0:
                 found.append(numbers[place])
             else:
-                found.append(next(self._numbers) if ~place == i else found[~place])
+                found.append(new_memory() if ~place == i else found[~place])
         return found
 
 
