@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import memories_of, saved_by, state_of
-from fxpipe.ir.graph import VALUE, WORKSPACE, nodes_of_stages
+from fxpipe.ir.cost import memories_of, state_of
+from fxpipe.ir.graph import ORIGIN, SAVED, VALUE, WORKSPACE, nodes_of_stages
 from fxpipe.ir.tensors import tensors_of
 
 
@@ -104,14 +104,14 @@ class StageWorkspace:
         )
 
 
-def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
-    """What each stage of a model graph needs. The graph has been cut, and its nodes have costs."""
-    return list(map(workspace_of, nodes_of_stages(graph)))
+def stage_workspaces(stage_graph: fx.GraphModule) -> list[StageWorkspace]:
+    """What each stage of a stage graph needs, whose nodes have costs."""
+    return list(map(workspace_of, nodes_of_stages(stage_graph)))
 
 
 def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> StageWorkspace:
-    """What a stage needs that consists of these nodes. ``state``: as for
-    :func:`fxpipe.ir.cost.saved_by`."""
+    """What a stage needs that consists of these nodes. ``state``: the memories of parameters that
+    are there and that these nodes, which may be a part of a stage, do not use themselves."""
     walk = _Walk(nodes, state)
     kept = sum(walk.kept.values())
     backward, *_ = walk.backward(in_halves=False)
@@ -130,8 +130,8 @@ def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> Sta
 
 
 def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
-    """The memories of the gradients of a stage's inputs, for a mini-batch: by the name of the node
-    that makes the input, the bytes of each memory, which has a number.
+    """The memories of the gradients of a stage's inputs, for a mini-batch: by the name in the model
+    graph of what is the input, the bytes of each memory, which has a number.
 
     A gradient may be a view of a larger one, as for an input of a concatenation, and keep all of
     that. Then several inputs may have one memory, and one number.
@@ -139,7 +139,7 @@ def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
     walk = _Walk(nodes)
     _, _, grads = walk.backward(in_halves=False)
     return {
-        source.name: {
+        source.meta.get(ORIGIN, source.name): {
             number: size
             for tensor, _ in _tensors(source)
             for number, size in grads.memory(tensor).items()
@@ -153,7 +153,7 @@ class _Walk:
 
     def __init__(self, nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> None:
         self.nodes, members = nodes, set(nodes)
-        self.saved = saved_by(nodes, state)
+        self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
         self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
         self.state = state | state_of(nodes)
         self.sources = {source for node in nodes for source in node.all_input_nodes} - members

@@ -45,7 +45,7 @@ class AnalyticCost:
     ``meta["saved"]`` lists the memories of the tensors that a node saves for its backward. A memory
     that several nodes save counts to ``activation_bytes`` of the first of them. Views of parameters
     that other nodes have made are listed by themselves (``meta["saved_state"]``): they take memory
-    only in stages that do not have these parameters.
+    only where the cut has them come from another device (pass "borders").
 
     Args:
         device: the description of the device, by which times are estimated.

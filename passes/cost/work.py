@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,19 @@ class Work:
         """The memory that the node needs while it runs, for a mini-batch."""
         return NodeWorkspace(
             self.forward.memory, self.backward.memory, self.gradients, self.weights
+        )
+
+    def times(self, count: int) -> Work:
+        """The work of ``count`` such nodes, one for each part of a mini-batch."""
+        loads: Any = {
+            name: getattr(self, name).times(count) for name in ("forward", "backward", "rest")
+        }
+        return replace(
+            self,
+            **loads,
+            saved_inside=tuple(size * count for size in self.saved_inside),
+            gradients=tuple(size if size < 0 else size * count for size in self.gradients),
+            weights=self.weights * count,
         )
 
     def seconds(self, device: DeviceSpec) -> float:

@@ -72,7 +72,7 @@ class Rows:
         ]
         if not all(sizes):
             return gm
-        run = _OneOfEach(gm, fake_mode(gm.graph))
+        run = OneOfEach(gm, fake_mode(gm.graph))
         try:
             parts = _values(run, self.inputs, self.in_dims, partial(_of_first, chunks=self.chunks))
         except OneSizeOnly:
@@ -129,7 +129,7 @@ def _is_for_one_size(graph: fx.Graph, parts: Mapping[fx.Node, Any]) -> bool:
     return bool(shapes) and shapes == others
 
 
-class _OneOfEach(FakeInterpreter):
+class OneOfEach(FakeInterpreter):
     """Runs a graph. Of several nodes that do the same, only one is run, and all get its value: a
     value of which the shape and the size of the memory are asked, but no more.
 
@@ -215,7 +215,7 @@ def _places(node: fx.Node, given: list[Tensor], made: list[Tensor]) -> list[_Pla
 
 def values_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """The fake value of each node in a run with these inputs."""
-    run = _OneOfEach(gm, fake_mode(gm.graph))
+    run = OneOfEach(gm, fake_mode(gm.graph))
     return _values(run, inputs, [None] * len(inputs), lambda rows: rows)
 
 

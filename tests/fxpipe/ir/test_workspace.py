@@ -21,7 +21,7 @@ def workspaces(model, partition, chunks=1):
     options = {"partition": partition, "chunks": chunks, "check": False, "costs": "analytic"}
     with fxpipe.compile(model, ["cpu"] * (1 + len(partition)), **options) as pipe:
         pipe.prepare(x)
-        return stage_workspaces(pipe.model_graph.graph)
+        return stage_workspaces(pipe.stage_graph)
 
 
 def values(workspace):
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_sent_back_may_be_a_view_of_a_larger_one():
     options = {"partition": ["second"], "chunks": 1, "check": False, "costs": "analytic"}
     with fxpipe.compile(Joined(), ["cpu"] * 2, **options) as pipe:
         pipe.prepare(torch.randn(ROWS, WIDTH))
-        graph, layout = pipe.model_graph.graph, pipe.skip_layout
+        graph, layout = pipe.stage_graph, pipe.skip_layout
         _, second = nodes_of_stages(graph)
         sent = {name: list(sizes.values()) for name, sizes in sent_gradients(second).items()}
         memory = stage_memory([stage.cost for stage in pipe.stages], layout, graph)
@@ -136,29 +136,3 @@ def test_the_memory_of_what_is_made_is_counted_as_long_as_it_is_there():
     assert living.now == 1024, "the view needs the memory that it is a part of"
     del view
     assert (living.now, living.most) == (0, 2048)
-
-
-class Turned(nn.Module):
-    """Multiplies by a weight that it has turned round, by a view, ahead of all else."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        turned = self.weight.t()
-        return self.first(x) @ turned
-
-
-@pytest.mark.parametrize("partition", [{"t": 0, "first": 0, "matmul": 1}, {"t": 1, "matmul": 1}])
-def test_a_stage_keeps_its_copies_of_a_view_of_a_parameter_that_another_stage_has(partition):
-    chunks, weight = 4, 4 * WIDTH * WIDTH
-    options = {"partition": partition, "chunks": chunks, "check": False, "costs": "analytic"}
-    with fxpipe.compile(Turned(), ["cpu"] * 2, **options) as pipe:
-        pipe.prepare(torch.randn(ROWS, WIDTH))
-        graph, layout = pipe.model_graph.graph, pipe.skip_layout
-        _, second = stage_memory([stage.cost for stage in pipe.stages], layout, graph)
-    copies = chunks * weight if "first" in partition else 0
-    assert second.activations == VALUE + copies, "the product's inputs, for both gradients"
-    assert second.workspace.kept_inputs == VALUE + copies
