@@ -28,6 +28,7 @@ from fxpipe.ir.graph import (
     MICROBATCH,
     ORIGIN,
     SAVED,
+    SHARED,
     STAGE,
     attribute,
     is_work,
@@ -71,7 +72,7 @@ from passes.common.modes import (
     run_again,
 )
 from passes.common.segments import Segments, counts
-from passes.common.skips import SkipLayout
+from passes.common.skips import Hop, SkipLayout
 from passes.cost.load import Update
 
 Ends = tuple[int, int]  # the numbers of two stages, one of which sends to the other
@@ -216,7 +217,9 @@ def traffic(
 
     The edges of the first list are used once for each of ``chunks`` micro-batches: one edge stands
     for all values that one stage sends to another, with their bytes for a micro-batch. The edges of
-    the second list, one for each shared parameter, are used once a step.
+    the second list, one for each shared parameter, are used once a step. Between stages of one
+    device a shared parameter need not be sent. But each micro-batch has a gradient of it, as large
+    as the parameter however few rows there are, which goes back.
 
     Args:
         layout: the values that stages send, with their bytes for a mini-batch.
@@ -230,12 +233,14 @@ def traffic(
         if hop.source is None:  # inputs of the model are on their stage when the step begins
             continue
         node = nodes.get(hop.value)
-        returned = hop.bytes if node is None else batch_bytes(node, trained=True)
+        sent, returned = hop.bytes, hop.bytes if node is None else batch_bytes(node, trained=True)
         if hop.once:
-            once.append(Edge(hop.source, hop.target, hop.bytes, returned))
-        else:
-            there[hop.source, hop.target].append(hop.bytes)
-            back[hop.source, hop.target].append(returned)
+            once.append(Edge(hop.source, hop.target, sent, returned))
+            continue
+        if node is not None and SHARED in node.meta:
+            sent, returned = 0, returned * chunks
+        there[hop.source, hop.target].append(sent)
+        back[hop.source, hop.target].append(returned)
     edges = [
         Edge(
             *ends,
@@ -410,16 +415,17 @@ def stage_memory(
 ) -> list[StageMemory]:
     """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
-    A shared parameter that a stage receives does not count as one of its inputs: the stage keeps it
-    once for all micro-batches, and its bytes are in the stage's cost.
+    A shared parameter that a stage receives does not count as one of its inputs: its device keeps
+    it once for all micro-batches, and its bytes are in the cost of a stage.
 
     ``stage_graph``: the stages, whose nodes have costs, from which follows what stages need while
     they run, and which of their results they keep anyway. None: nothing of this is known.
     ``training``: whether the stages have backwards.
     """
+    values = [] if stage_graph is None else list(map(_values, stages_of(stage_graph)))
     inputs = [0] * len(costs)
     for hop in layout.hops:
-        inputs[hop.target] += 0 if hop.once else hop.bytes
+        inputs[hop.target] += 0 if _is_shared(hop, values) else hop.bytes
     found = [
         StageMemory(
             cost.fixed_bytes,
@@ -435,7 +441,6 @@ def stage_memory(
         return found
     workspaces, stages = stage_workspaces(stage_graph), nodes_of_stages(stage_graph)
     joined = [0.0] * len(costs) if training else _joined_outputs(stage_graph.graph, len(costs))
-    values = list(map(_values, stages_of(stage_graph)))
     results = _kept_results(stages, values, layout)
     views = _views(stages, values, layout) if training else [{}] * len(costs)
     return [
@@ -467,6 +472,13 @@ def _values(stage: fx.GraphModule) -> dict[str, fx.Node]:
     return {node.meta.get(ORIGIN, node.name): node for node in reversed(stage.graph.nodes)}
 
 
+def _is_shared(hop: Hop, values: Sequence[Mapping[str, fx.Node]]) -> bool:
+    """Whether a value that stages send is a parameter. ``values``: those of each stage by their
+    names; none if they are not known."""
+    node = values[hop.target].get(hop.value) if values else None
+    return hop.once or (node is not None and SHARED in node.meta)
+
+
 def _kept_results(
     stages: Sequence[Sequence[fx.Node]], values: Sequence[Mapping[str, fx.Node]], layout: SkipLayout
 ) -> list[dict[int, float]]:
@@ -478,6 +490,8 @@ def _kept_results(
     ]
     found: list[dict[int, float]] = [{} for _ in stages]
     for hop in layout.hops:
+        if _is_shared(hop, values):
+            continue
         if hop.source is not None and hop.value in values[hop.source]:
             memories = {memory for memory, _ in memories_of(values[hop.source][hop.value])}
             if memories <= saved[hop.source]:

@@ -34,6 +34,7 @@ from fxpipe.ir.graph import (
     ORIGIN,
     PART,
     SEED,
+    SHARED,
     STAGE,
     UPDATES,
     VALUE,
@@ -222,6 +223,6 @@ def _describe(source: fx.Node, target: fx.Node) -> None:
     target.meta[ORIGIN] = source.meta.get(ORIGIN, source.name)
     target.meta |= {
         key: source.meta[key]
-        for key in (VALUE, PART, COPIES, GROWS, MEMORIES, SEED)
+        for key in (VALUE, PART, COPIES, GROWS, MEMORIES, SEED, SHARED)
         if key in source.meta
     }
