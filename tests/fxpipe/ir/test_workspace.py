@@ -136,3 +136,24 @@ def test_the_memory_of_what_is_made_is_counted_as_long_as_it_is_there():
     assert living.now == 1024, "the view needs the memory that it is a part of"
     del view
     assert (living.now, living.most) == (0, 2048)
+
+
+class TwoLayers(nn.Module):
+    """Two layers, which may have one weight."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        if is_tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_the_gradient_of_a_shared_weight_does_not_wait_for_the_second_half_of_a_backward():
+    (_, tied), (_, apart) = (workspaces(TwoLayers(is_tied), ["tanh"]) for is_tied in (True, False))
+    # The layer's weight is apart: until its gradient is made, the first half keeps what tanh has
+    # returned, and the gradient of the result.
+    assert values(apart).between == 2 and values(tied).between == 0
+    assert values(tied).backward == values(tied).half == values(apart).backward
