@@ -23,6 +23,7 @@ COST = "cost"  #: Cost
 WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 SAVED_STATE = "saved_state"  #: as "saved": memories of parameters, of views that others make
+PRODUCTS = "products"  #: tuple[int, ...]: which tensors of the value are results of products
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
 TURN = "turn"  #: int: how many actions the lane of a node with an action runs ahead of it

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from fxpipe.ir.cost import memories_of, state_of
-from fxpipe.ir.graph import ORIGIN, SAVED, VALUE, WORKSPACE, nodes_of_stages
+from fxpipe.ir.graph import ORIGIN, PRODUCTS, SAVED, VALUE, WORKSPACE, nodes_of_stages
 from fxpipe.ir.tensors import tensors_of
 
 
@@ -70,6 +70,7 @@ class StageWorkspace:
             results, and the inputs.
         again: in a forward that keeps the stage's inputs only, beyond these. It saves activations
             too, and frees them at its end.
+        selective: in one that keeps the inputs and the results of products, beyond these.
         rerun: in a forward that is run again, beyond activations and inputs.
         backward: in a backward that frees activations as it goes, with the gradients of results.
         half: in the first half of a backward, which frees what the second half does not need, and
@@ -82,6 +83,7 @@ class StageWorkspace:
 
     forward: int = 0
     again: int = 0
+    selective: int = 0
     rerun: int = 0
     backward: int = 0
     half: int = 0
@@ -95,6 +97,7 @@ class StageWorkspace:
         return StageWorkspace(
             max(self.forward, other.forward),
             max(self.again, other.again),
+            max(self.selective, other.selective),
             max(self.rerun, other.rerun),
             max(self.backward, other.backward),
             max(self.half, other.half),
@@ -120,6 +123,7 @@ def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> Sta
     return StageWorkspace(
         forward - kept,
         forward - sum(walk.inputs.values()),
+        walk.forward(walk.products) - sum((walk.products | walk.inputs).values()),
         forward - sum((walk.kept | walk.inputs).values()),
         backward - kept,
         half - kept,
@@ -155,6 +159,11 @@ class _Walk:
         self.nodes, members = nodes, set(nodes)
         self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
         self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
+        self.products = {
+            memory: size
+            for node in nodes
+            for memory, size in (memories_of(node)[i] for i in node.meta.get(PRODUCTS, ()))
+        }
         self.state = state | state_of(nodes)
         self.sources = {source for node in nodes for source in node.all_input_nodes} - members
         self.inputs: dict[int, int] = {}
@@ -166,11 +175,12 @@ class _Walk:
         """The memories of a node's value, other than those of parameters, and their bytes."""
         return {memory: size for memory, size in memories_of(node) if memory not in self.state}
 
-    def forward(self) -> int:
-        """The most bytes in a forward, which saves activations. Its caller holds its inputs."""
+    def forward(self, held: Iterable[int] = ()) -> int:
+        """The most bytes in a forward, which saves activations. Its caller holds its inputs, and
+        maybe further memories once they are there."""
         uses = Counter(m for node in self.nodes for m in self._uses(node))
         uses.update(m for node in self.results for m in self._memories(node))
-        uses.update([*self.kept, *self.inputs])
+        uses.update([*self.kept, *self.inputs, *held])
         there = _Bytes(self.inputs)
         most = there.total
         for node in self.nodes:

@@ -610,6 +610,10 @@ def step_memory(
         _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
         for stage, mode in zip(stages, modes, strict=True)
     ]
+    stages = [
+        _with_products(stage) if mode == SELECTIVE else stage
+        for stage, mode in zip(stages, modes, strict=True)
+    ]
     # Results of products wait as inputs do, and so do activations that stay where others move. The
     # second run uses them in place of its own, so that it adds so much less.
     waiting = [stage.waits(mode, chunks) for stage, mode in zip(stages, modes, strict=True)]
@@ -636,6 +640,14 @@ def updates_on(specs: Sequence[DeviceSpec], update: Update) -> list[float]:
     the parameters. On accelerators, which have a host, it steps all parameters at once; on a CPU
     one after the other."""
     return [update.memory if spec.host_bytes_per_s else 0.0 for spec in specs]
+
+
+def _with_products(stage: StageMemory) -> StageMemory:
+    """The memory of a stage that keeps the results of products: its first forward has them, and not
+    twice those that it saves as well."""
+    if stage.workspace is None:
+        return stage
+    return replace(stage, workspace=replace(stage.workspace, again=stage.workspace.selective))
 
 
 def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:

@@ -26,7 +26,7 @@ from fxpipe import ops
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, batch_bytes
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COST, SAVED, SAVED_STATE, VALUE, WORKSPACE, stage_nodes
+from fxpipe.ir.graph import COST, PRODUCTS, SAVED, SAVED_STATE, VALUE, WORKSPACE, stage_nodes
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 from passes.common.deferrable import is_deferrable
 from passes.cost.load import Update
@@ -75,6 +75,7 @@ class AnalyticCost:
             saved = runs.saved(node, work)
             node.meta[SAVED] = tuple(each for each in saved.items() if each[0] not in runs.state)
             node.meta[SAVED_STATE] = tuple(each for each in saved.items() if each[0] in runs.state)
+            node.meta[PRODUCTS] = work.products
             node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable(gm, node))
             tensors = {id(t): t for t in state_of_node(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}

@@ -39,7 +39,8 @@ class Work:
 
     ``saved_inputs`` and ``saved_outputs`` are the indices, among the node's input and output
     tensors, of those that it saves for the backward; ``saved_inside`` has the bytes of each further
-    saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs,
+    saved tensor. ``products`` are the indices of those outputs that are results of products.
+    ``edges`` says how many edges of the autograd graph lead to each of its inputs,
     ``gradients`` how large their gradients are, and ``weights`` how large the largest gradient of a
     parameter is, times the number of micro-batches (:class:`fxpipe.ir.workspace.NodeWorkspace`).
     ``accumulation`` is the work of adding the gradients of parameters of one micro-batch to those
@@ -52,6 +53,7 @@ class Work:
     saved_inputs: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
     saved_inside: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     weights: int = 0
@@ -147,6 +149,7 @@ class Runs:
             tuple(where_in[m] for m in ahead.kept if m in where_in),
             tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
             self._inside(ahead.inside, larger.inside),
+            tuple(i for i, t in enumerate(ahead.outputs) if memory_of(t) in ahead.products),
             tuple(edges[end] for end in ahead.ends),
             tuple(
                 round(size * count) if size > 0 else size
@@ -219,12 +222,13 @@ class Runs:
 
         load, rest = Load(), Load()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, Counting(load, rest):
+        with hooks, Counting(load, rest) as counting:
             result = getattr(interpreter, node.op)(node.target, args, kwargs)
         parameters = [interpreter.fake(t) for t in state_of_node(self.gm, node)]
         for parameter in parameters:
             kept.pop(memory_of(parameter), None)
-        return _Forward(load, rest, leaves, inputs, ends, tensors_of(result), parameters, kept)
+        outputs, products = tensors_of(result), counting.products
+        return _Forward(load, rest, leaves, inputs, ends, outputs, parameters, kept, products)
 
     def _backward(self, node: fx.Node, ahead: _Forward) -> _FakeBackward:
         """Run the backward of a node on fake tensors."""
@@ -253,6 +257,7 @@ class _Forward:
     outputs: list[Tensor]
     parameters: list[Tensor]
     kept: dict[int, int]  # the bytes of each memory that is saved for the backward
+    products: set[int]  # the memories of results of products
 
     @property
     def inside(self) -> tuple[int, ...]:

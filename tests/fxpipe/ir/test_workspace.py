@@ -46,12 +46,13 @@ class Residual(nn.Module):
 def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved(chunks):
     first, second = workspaces(Residual(4), ["layers.2"], chunks)
     # Forward: the result, beside all that is saved. If the stage is run again: beside its input,
-    # two t, the second layer's x, and either this layer's linear or the result.
+    # two t, the second layer's x, and either this layer's linear or the result; the result where
+    # linears are kept as well.
     # Backward: the gradient of the result, which stays, and tanh's; then t and tanh's are free, so
     # that there is room for both gradients of x and their sum. In the first half there is not, as
     # it keeps the gradient of each linear's value in the place of t.
     expected = StageWorkspace(
-        forward=1, again=4, rerun=1, backward=2, half=3, kept_inputs=1, between=4
+        forward=1, again=4, selective=4, rerun=1, backward=2, half=3, kept_inputs=1, between=4
     )
     assert values(second) == expected
     assert values(first).forward == expected.forward
@@ -60,8 +61,9 @@ def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved
 def test_a_chain_needs_its_value_and_the_next_one():
     _, second = workspaces(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ["3"])
     # Each linear saves its input: if the stage is run again, two of these and the result are there
-    # beside the first one, which is the stage's. The gradient of a linear's value and that of its
-    # input are there at the same time; the saved input is free only then.
+    # beside the first one, which is the stage's; where results of products are kept, these are. The
+    # gradient of a linear's value and that of its input are there at the same time; the saved input
+    # is free only then.
     # The first half keeps these inputs, and the gradients of all three values, beside which it
     # makes that of its input.
     assert values(second) == StageWorkspace(
@@ -82,7 +84,9 @@ def test_what_a_stage_does_not_save_is_counted_while_it_is_there():
     # Forward: x, which the stage's caller holds, its four multiples, and the sum of two. Backward:
     # the gradient of the result, which is that of each multiple as well; that of x; what is being
     # added to it.
-    assert values(second) == StageWorkspace(forward=6, again=5, rerun=5, backward=3, half=3)
+    assert values(second) == StageWorkspace(
+        forward=6, again=5, selective=5, rerun=5, backward=3, half=3
+    )
 
 
 class Joined(nn.Module):
