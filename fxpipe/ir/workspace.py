@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import memories_of, state_of
+from fxpipe.ir.cost import copies_of, memories_of, state_of
 from fxpipe.ir.graph import ORIGIN, PRODUCTS, SAVED, VALUE, WORKSPACE, nodes_of_stages
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,11 @@ class _Walk:
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
-            for tensor, (_, size) in _tensors(node):
-                grads.put(tensor, size * tensor.requires_grad)
+            for tensor, count in zip(
+                tensors_of(node.meta.get(VALUE)), copies_of(node), strict=True
+            ):
+                # As large as the result, which may be a view of a larger memory.
+                grads.put(tensor, count * tensor_bytes(tensor) * tensor.requires_grad)
         grads.hold()  # whoever calls the backward holds them until it has ended
         most = there.total + grads.bytes.total
         for node in reversed(self.nodes):

@@ -161,3 +161,19 @@ def test_the_gradient_of_a_shared_weight_does_not_wait_for_the_second_half_of_a_
     # returned, and the gradient of the result.
     assert values(apart).between == 2 and values(tied).between == 0
     assert values(tied).backward == values(tied).half == values(apart).backward
+
+
+class Halved(nn.Module):
+    """A layer of which a later stage takes one half, a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.first(x)[:, :WIDTH])
+
+
+def test_the_gradient_of_a_result_is_as_large_as_the_result_which_may_be_a_view():
+    first, _ = workspaces(Halved(), ["last"])
+    assert values(first).backward == 3, "that of the half, and that of the layer's whole value"
