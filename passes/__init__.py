@@ -19,6 +19,7 @@ from passes.to_rank.relay import Relay
 from passes.to_rank.unshard import Unshard
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
+from passes.to_stages.borders import Borders
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import InputError, WrittenInputs
@@ -37,6 +38,7 @@ __all__ = [
     "Alias",
     "AllMicrobatches",
     "AnalyticCost",
+    "Borders",
     "Chain",
     "Checkpoint",
     "Copies",

@@ -34,6 +34,7 @@ from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
+from passes.to_stages.borders import Borders
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import WrittenInputs
@@ -105,6 +106,14 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
             needs=("shared", "partition"),
         ),
         Entry("split", lambda c: Split(), model, stage, Split, needs=("partition",)),
+        Entry(
+            "borders",
+            lambda c: Borders(c.devices, c.places, c.chunks, c.traced_chunks or 1),
+            *(stage, stage, Borders),
+            needs=("cost", "split"),
+            applies=lambda c: c.training,
+            when="where there are backwards",
+        ),
         Entry(
             "devices",
             lambda c: Devices(c.inputs[0].device, tuple(map(torch.device, c.devices))),

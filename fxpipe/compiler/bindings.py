@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import version_of
-from fxpipe.ir.graph import attribute
 from fxpipe.runtime.checkpointing.regions import regions_in
 
 META = torch.device("meta")
-
-
-def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph modules of the stages, in the order of the stages."""
-    calls = stage_graph.graph.find_nodes(op="call_module")
-    return [attribute(stage_graph, str(call.target)) for call in calls]
 
 
 @dataclass

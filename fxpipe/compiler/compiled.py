@@ -147,7 +147,7 @@ class Mode:
     @property
     def costs(self) -> list[Cost]:
         """The cost of each stage, for one mini-batch of the example's size."""
-        return stage_costs(self.model_graph.graph)
+        return stage_costs(self.stage_graph)
 
     @property
     def loss_memory(self) -> LossMemory:

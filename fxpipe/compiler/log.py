@@ -19,12 +19,11 @@ from contextlib import contextmanager
 
 import torch
 
-from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compilations import Compilation
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
-from fxpipe.ir.graph import CONTAINS
+from fxpipe.ir.graph import CONTAINS, stages_of
 from fxpipe.ir.log import COMPILATIONS, GUARDS, LOGGER, PLAN
 from fxpipe.ir.progress import Phase, telling, timed
 from fxpipe.ir.text import human_time

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 from torch import fx, nn
 
-from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.bindings import bindings
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
-from fxpipe.ir.graph import STAGE
+from fxpipe.ir.graph import STAGE, stages_of
 from fxpipe.ir.progress import phase
 from fxpipe.runtime.compiled.stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import ops
-from fxpipe.compiler.bindings import bindings, stages_of
-from fxpipe.ir.graph import FIRST, STAGE, attribute
+from fxpipe.compiler.bindings import bindings
+from fxpipe.ir.graph import FIRST, STAGE, attribute, stages_of
 from fxpipe.loading.storage import without_values
 from passes.partition.partition import PartitionError
 

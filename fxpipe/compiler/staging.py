@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import passes
-from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.bindings import bindings
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.deciding import AsChosen
 from fxpipe.compiler.disk.entry import CacheEntry
@@ -36,6 +36,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_itself, is_the_models
+from fxpipe.ir.graph import stages_of
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.log import warn
 from fxpipe.ir.precision import full_precision

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxpipe.compiler.bindings import stages_of
-from fxpipe.ir.graph import ACTION, AGAIN
+from fxpipe.ir.graph import ACTION, AGAIN, stages_of
 from fxpipe.schedule.actions import Action, Kind
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
@@ -36,6 +35,7 @@ from fxpipe.inspect.explain import Explaining, Explanation, not_compiled
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.inspect.stage import Stage
+from fxpipe.ir.graph import stages_of
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
@@ -368,7 +368,7 @@ class Views:
         of_each = [stage.cost for stage in self.stages]
         schedule = options.schedule_for(chunks, of_each, self._modes, self._segments)
         graph = self.model_graph.graph
-        kept = stage_memory(of_each, layout, graph, training=options.training)
+        kept = stage_memory(of_each, layout, self.stage_graph, training=options.training)
         numbers = counts(self._segments, self._modes, len(kept))
         parts = [
             segmented(stage.module, number) if number > 1 else None

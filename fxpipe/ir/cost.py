@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from torch import fx
@@ -13,7 +13,6 @@ from fxpipe.ir.graph import (
     COST,
     MEMORIES,
     SAVED,
-    SAVED_STATE,
     SHARED,
     VALUE,
     nodes_of_stages,
@@ -88,45 +87,22 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def cost_of(nodes: Iterable[fx.Node], state: Set[int] = frozenset()) -> Cost:
-    """What the nodes of one stage cost together: memory that several of them keep counts once.
-
-    ``state``: the memories of further parameters of the stage, as for :func:`saved_by`.
-    """
+def cost_of(nodes: Iterable[fx.Node]) -> Cost:
+    """What the nodes of one stage cost together: memory that several of them keep counts once."""
     own = list(nodes)
     total = sum((node.meta.get(COST, Cost()) for node in own), Cost())
-    return replace(total, activation_bytes=sum(saved_sizes(own, state)))
+    return replace(total, activation_bytes=sum(saved_sizes(own)))
 
 
-def saved_sizes(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> list[int]:
+def saved_sizes(nodes: Sequence[fx.Node]) -> list[int]:
     """The bytes of each memory that the nodes of one stage save for their backward, in the order in
     which their forward saves them. One that several nodes save is there once."""
     sizes = dict[int | fx.Node, int]()
-    for node, saved in saved_by(nodes, state).items():
-        for memory, size in saved.items():
-            sizes[memory] = size
+    for node in nodes:
+        sizes |= dict(node.meta.get(SAVED, ()))
         if SAVED not in node.meta:
             sizes[node] = node.meta.get(COST, Cost()).activation_bytes
     return list(sizes.values())
-
-
-def saved_by(
-    nodes: Sequence[fx.Node], state: Set[int] = frozenset()
-) -> dict[fx.Node, dict[int, int]]:
-    """The memories that each node of one stage saves for its backward, and their bytes.
-
-    A view of a parameter takes no memory in the stage of that parameter. But another stage, which
-    gets a copy of the view with each micro-batch, keeps these copies.
-
-    ``state``: the memories of parameters that are in the same stage and that these nodes, which are
-    a part of it, do not use themselves.
-    """
-    there = state | state_of(nodes)
-    return {
-        node: dict(node.meta.get(SAVED, ()))
-        | {m: size for m, size in node.meta.get(SAVED_STATE, ()) if m not in there}
-        for node in nodes
-    }
 
 
 def state_of(nodes: Iterable[fx.Node]) -> set[int]:
@@ -141,9 +117,9 @@ def state_of(nodes: Iterable[fx.Node]) -> set[int]:
     }
 
 
-def stage_costs(graph: fx.Graph) -> list[Cost]:
-    """The cost of each stage of a model graph that has been cut."""
-    return list(map(cost_of, nodes_of_stages(graph)))
+def stage_costs(stage_graph: fx.GraphModule) -> list[Cost]:
+    """The cost of each stage of a stage graph."""
+    return list(map(cost_of, nodes_of_stages(stage_graph)))
 
 
 def copies_of(node: fx.Node) -> tuple[int, ...]:

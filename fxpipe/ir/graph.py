@@ -22,7 +22,8 @@ CONTAINS = "contains"  #: str, of a stage's module: what is in it, for people
 COST = "cost"  #: Cost
 WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
-SAVED_STATE = "saved_state"  #: as "saved": memories of parameters, of which it keeps views
+SAVED_STATE = "saved_state"  #: as "saved": memories of parameters, of views that others make
+PRODUCTS = "products"  #: tuple[int, ...]: which tensors of the value are results of products
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
 TURN = "turn"  #: int: how many actions the lane of a node with an action runs ahead of it
@@ -33,7 +34,7 @@ GROWS = (
 )
 SHAPES = "shapes"  #: Shapes (passes.common.shapes): of the tensors in a value of a step graph
 CARRIED = "carried"  #: Carried | None (passes.to_rank.carried): what a transfer carries
-PART = "part"  #: the fake value for a micro-batch; kept only while it is compared with the value
+PART = "part"  #: the fake value for a micro-batch
 MEMORIES = "memories"  #: tuple[tuple[int, int], ...]: of each tensor its memory: number, bytes
 BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
 SHARED = "shared"  #: True at a node that hands a parameter to all stages that use it
@@ -92,12 +93,15 @@ def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     return filter(is_work, graph.nodes)
 
 
-def nodes_of_stages(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes of each stage of a model graph that has been cut."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in stage_nodes(graph):
-        found.setdefault(node.meta[STAGE], []).append(node)
-    return [found[stage] for stage in sorted(found)]
+def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph modules of the stages, in the order of the stages."""
+    calls = stage_graph.graph.find_nodes(op="call_module")
+    return [attribute(stage_graph, str(call.target)) for call in calls]
+
+
+def nodes_of_stages(stage_graph: fx.GraphModule) -> list[list[fx.Node]]:
+    """The nodes of each stage of a stage graph."""
+    return [list(stage_nodes(stage.graph)) for stage in stages_of(stage_graph)]
 
 
 def is_work(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -58,6 +59,14 @@ def memory_of(tensor: torch.Tensor) -> int:
         if is_lazy(tensor) or tensor.layout != torch.strided:
             return id(tensor)
         return memory_number(tensor)
+
+
+_NEW = itertools.count(-1, -1)
+
+
+def new_memory() -> int:
+    """A number for a memory of which there is no tensor yet: no other memory has it."""
+    return next(_NEW)
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:

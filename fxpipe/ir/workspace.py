@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from fxpipe.ir.cost import memories_of, saved_by, state_of
-from fxpipe.ir.graph import VALUE, WORKSPACE, nodes_of_stages
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.cost import copies_of, memories_of, state_of
+from fxpipe.ir.graph import ORIGIN, PRODUCTS, SAVED, VALUE, WORKSPACE, nodes_of_stages
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class StageWorkspace:
             results, and the inputs.
         again: in a forward that keeps the stage's inputs only, beyond these. It saves activations
             too, and frees them at its end.
+        selective: in one that keeps the inputs and the results of products, beyond these.
         rerun: in a forward that is run again, beyond activations and inputs.
         backward: in a backward that frees activations as it goes, with the gradients of results.
         half: in the first half of a backward, which frees what the second half does not need, and
@@ -82,6 +83,7 @@ class StageWorkspace:
 
     forward: int = 0
     again: int = 0
+    selective: int = 0
     rerun: int = 0
     backward: int = 0
     half: int = 0
@@ -95,6 +97,7 @@ class StageWorkspace:
         return StageWorkspace(
             max(self.forward, other.forward),
             max(self.again, other.again),
+            max(self.selective, other.selective),
             max(self.rerun, other.rerun),
             max(self.backward, other.backward),
             max(self.half, other.half),
@@ -104,14 +107,14 @@ class StageWorkspace:
         )
 
 
-def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
-    """What each stage of a model graph needs. The graph has been cut, and its nodes have costs."""
-    return list(map(workspace_of, nodes_of_stages(graph)))
+def stage_workspaces(stage_graph: fx.GraphModule) -> list[StageWorkspace]:
+    """What each stage of a stage graph needs, whose nodes have costs."""
+    return list(map(workspace_of, nodes_of_stages(stage_graph)))
 
 
 def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> StageWorkspace:
-    """What a stage needs that consists of these nodes. ``state``: as for
-    :func:`fxpipe.ir.cost.saved_by`."""
+    """What a stage needs that consists of these nodes. ``state``: the memories of parameters that
+    are there and that these nodes, which may be a part of a stage, do not use themselves."""
     walk = _Walk(nodes, state)
     kept = sum(walk.kept.values())
     backward, *_ = walk.backward(in_halves=False)
@@ -120,6 +123,7 @@ def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> Sta
     return StageWorkspace(
         forward - kept,
         forward - sum(walk.inputs.values()),
+        walk.forward(walk.products) - sum((walk.products | walk.inputs).values()),
         forward - sum((walk.kept | walk.inputs).values()),
         backward - kept,
         half - kept,
@@ -130,8 +134,8 @@ def workspace_of(nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> Sta
 
 
 def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
-    """The memories of the gradients of a stage's inputs, for a mini-batch: by the name of the node
-    that makes the input, the bytes of each memory, which has a number.
+    """The memories of the gradients of a stage's inputs, for a mini-batch: by the name in the model
+    graph of what is the input, the bytes of each memory, which has a number.
 
     A gradient may be a view of a larger one, as for an input of a concatenation, and keep all of
     that. Then several inputs may have one memory, and one number.
@@ -139,7 +143,7 @@ def sent_gradients(nodes: Sequence[fx.Node]) -> dict[str, dict[int, int]]:
     walk = _Walk(nodes)
     _, _, grads = walk.backward(in_halves=False)
     return {
-        source.name: {
+        source.meta.get(ORIGIN, source.name): {
             number: size
             for tensor, _ in _tensors(source)
             for number, size in grads.memory(tensor).items()
@@ -153,8 +157,13 @@ class _Walk:
 
     def __init__(self, nodes: Sequence[fx.Node], state: Set[int] = frozenset()) -> None:
         self.nodes, members = nodes, set(nodes)
-        self.saved = saved_by(nodes, state)
+        self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
         self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
+        self.products = {
+            memory: size
+            for node in nodes
+            for memory, size in (memories_of(node)[i] for i in node.meta.get(PRODUCTS, ()))
+        }
         self.state = state | state_of(nodes)
         self.sources = {source for node in nodes for source in node.all_input_nodes} - members
         self.inputs: dict[int, int] = {}
@@ -166,11 +175,12 @@ class _Walk:
         """The memories of a node's value, other than those of parameters, and their bytes."""
         return {memory: size for memory, size in memories_of(node) if memory not in self.state}
 
-    def forward(self) -> int:
-        """The most bytes in a forward, which saves activations. Its caller holds its inputs."""
+    def forward(self, held: Iterable[int] = ()) -> int:
+        """The most bytes in a forward, which saves activations. Its caller holds its inputs, and
+        maybe further memories once they are there."""
         uses = Counter(m for node in self.nodes for m in self._uses(node))
         uses.update(m for node in self.results for m in self._memories(node))
-        uses.update([*self.kept, *self.inputs])
+        uses.update([*self.kept, *self.inputs, *held])
         there = _Bytes(self.inputs)
         most = there.total
         for node in self.nodes:
@@ -192,8 +202,11 @@ class _Walk:
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads, put_off = _Bytes(self.kept), _PendingGradients(), set[int]()
         for node in self.results:
-            for tensor, (_, size) in _tensors(node):
-                grads.put(tensor, size * tensor.requires_grad)
+            for tensor, count in zip(
+                tensors_of(node.meta.get(VALUE)), copies_of(node), strict=True
+            ):
+                # As large as the result, which may be a view of a larger memory.
+                grads.put(tensor, count * tensor_bytes(tensor) * tensor.requires_grad)
         grads.hold()  # whoever calls the backward holds them until it has ended
         most = there.total + grads.bytes.total
         for node in reversed(self.nodes):

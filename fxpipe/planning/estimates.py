@@ -19,7 +19,6 @@ from fxpipe.ir.cost import (
     batch_bytes,
     cost_of,
     memories_of,
-    saved_by,
     saved_sizes,
     state_of,
 )
@@ -27,10 +26,14 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import (
     ACTION,
     MICROBATCH,
+    ORIGIN,
+    SAVED,
+    SHARED,
     STAGE,
     attribute,
     is_work,
     nodes_of_stages,
+    stages_of,
 )
 from fxpipe.ir.workspace import (
     StageWorkspace,
@@ -69,7 +72,7 @@ from passes.common.modes import (
     run_again,
 )
 from passes.common.segments import Segments, counts
-from passes.common.skips import SkipLayout
+from passes.common.skips import Hop, SkipLayout
 from passes.cost.load import Update
 
 Ends = tuple[int, int]  # the numbers of two stages, one of which sends to the other
@@ -214,7 +217,9 @@ def traffic(
 
     The edges of the first list are used once for each of ``chunks`` micro-batches: one edge stands
     for all values that one stage sends to another, with their bytes for a micro-batch. The edges of
-    the second list, one for each shared parameter, are used once a step.
+    the second list, one for each shared parameter, are used once a step. Between stages of one
+    device a shared parameter need not be sent. But each micro-batch has a gradient of it, as large
+    as the parameter however few rows there are, which goes back.
 
     Args:
         layout: the values that stages send, with their bytes for a mini-batch.
@@ -228,12 +233,14 @@ def traffic(
         if hop.source is None:  # inputs of the model are on their stage when the step begins
             continue
         node = nodes.get(hop.value)
-        returned = hop.bytes if node is None else batch_bytes(node, trained=True)
+        sent, returned = hop.bytes, hop.bytes if node is None else batch_bytes(node, trained=True)
         if hop.once:
-            once.append(Edge(hop.source, hop.target, hop.bytes, returned))
-        else:
-            there[hop.source, hop.target].append(hop.bytes)
-            back[hop.source, hop.target].append(returned)
+            once.append(Edge(hop.source, hop.target, sent, returned))
+            continue
+        if node is not None and SHARED in node.meta:
+            sent, returned = 0, returned * chunks
+        there[hop.source, hop.target].append(sent)
+        back[hop.source, hop.target].append(returned)
     edges = [
         Edge(
             *ends,
@@ -402,22 +409,23 @@ class LossMemory:
 def stage_memory(
     costs: Sequence[Cost],
     layout: SkipLayout,
-    graph: fx.Graph | None = None,
+    stage_graph: fx.GraphModule | None = None,
     *,
     training: bool = True,
 ) -> list[StageMemory]:
     """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
-    A shared parameter that a stage receives does not count as one of its inputs: the stage keeps it
-    once for all micro-batches, and its bytes are in the stage's cost.
+    A shared parameter that a stage receives does not count as one of its inputs: its device keeps
+    it once for all micro-batches, and its bytes are in the cost of a stage.
 
-    ``graph``: the model graph, with costs and stages, from which follows what stages need while
+    ``stage_graph``: the stages, whose nodes have costs, from which follows what stages need while
     they run, and which of their results they keep anyway. None: nothing of this is known.
     ``training``: whether the stages have backwards.
     """
+    values = [] if stage_graph is None else list(map(_values, stages_of(stage_graph)))
     inputs = [0] * len(costs)
     for hop in layout.hops:
-        inputs[hop.target] += 0 if hop.once else hop.bytes
+        inputs[hop.target] += 0 if _is_shared(hop, values) else hop.bytes
     found = [
         StageMemory(
             cost.fixed_bytes,
@@ -429,13 +437,12 @@ def stage_memory(
         )
         for cost, received in zip(costs, inputs, strict=True)
     ]
-    if graph is None:
+    if stage_graph is None:
         return found
-    workspaces, joined = stage_workspaces(graph), [0.0] * len(costs)
-    if not training:
-        joined = _joined_outputs(graph, len(costs))
-    results = _kept_results(graph, layout, len(costs))
-    views = _views(graph, layout, len(costs)) if training else [{}] * len(costs)
+    workspaces, stages = stage_workspaces(stage_graph), nodes_of_stages(stage_graph)
+    joined = [0.0] * len(costs) if training else _joined_outputs(stage_graph.graph, len(costs))
+    results = _kept_results(stages, values, layout)
+    views = _views(stages, values, layout) if training else [{}] * len(costs)
     return [
         replace(
             stage,
@@ -446,7 +453,7 @@ def stage_memory(
             saved=tuple(saved_sizes(nodes)),
         )
         for stage, workspace, kept, larger, most, nodes in zip(
-            found, workspaces, results, views, joined, nodes_of_stages(graph), strict=True
+            found, workspaces, results, views, joined, stages, strict=True
         )
     ]
 
@@ -460,36 +467,53 @@ def _joined_outputs(graph: fx.Graph, stages: int) -> list[float]:
     return found
 
 
-def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
+def _values(stage: fx.GraphModule) -> dict[str, fx.Node]:
+    """The nodes of a stage, inputs among them, by their names in the model graph."""
+    return {node.meta.get(ORIGIN, node.name): node for node in reversed(stage.graph.nodes)}
+
+
+def _is_shared(hop: Hop, values: Sequence[Mapping[str, fx.Node]]) -> bool:
+    """Whether a value that stages send is a parameter. ``values``: those of each stage by their
+    names; none if they are not known."""
+    node = values[hop.target].get(hop.value) if values else None
+    return hop.once or (node is not None and SHARED in node.meta)
+
+
+def _kept_results(
+    stages: Sequence[Sequence[fx.Node]], values: Sequence[Mapping[str, fx.Node]], layout: SkipLayout
+) -> list[dict[int, float]]:
     """For each stage, how many bytes of what it sends to others are among its activations, or are
     parameters of its own."""
-    nodes = {node.name: node for node in graph.nodes}
     saved = [
-        {memory for memories in saved_by(own).values() for memory in memories} | state_of(own)
-        for own in nodes_of_stages(graph)
+        {memory for node in own for memory, _ in node.meta.get(SAVED, ())} | state_of(own)
+        for own in stages
     ]
-    found: list[dict[int, float]] = [{} for _ in range(stages)]
+    found: list[dict[int, float]] = [{} for _ in stages]
     for hop in layout.hops:
-        if hop.source is not None and hop.value in nodes:
-            memories = {memory for memory, _ in memories_of(nodes[hop.value])}
+        if _is_shared(hop, values):
+            continue
+        if hop.source is not None and hop.value in values[hop.source]:
+            memories = {memory for memory, _ in memories_of(values[hop.source][hop.value])}
             if memories <= saved[hop.source]:
                 known = found[hop.source]
                 known[hop.target] = known.get(hop.target, 0.0) + hop.bytes
     return found
 
 
-def _views(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
+def _views(
+    stages: Sequence[Sequence[fx.Node]], values: Sequence[Mapping[str, fx.Node]], layout: SkipLayout
+) -> list[dict[int, float]]:
     """For each stage, how many bytes more than the gradients that it sends back the memories have
     of which these gradients are views."""
-    nodes = {node.name: node for node in graph.nodes}
-    sent = [sent_gradients(own) for own in nodes_of_stages(graph)]
-    memories: list[dict[int, dict[int, int]]] = [{} for _ in range(stages)]
-    own: list[dict[int, float]] = [{} for _ in range(stages)]
+    sent = list(map(sent_gradients, stages))
+    memories: list[dict[int, dict[int, int]]] = [{} for _ in stages]
+    own: list[dict[int, float]] = [{} for _ in stages]
     for hop in layout.hops:
-        if hop.source is None or hop.once or hop.value not in nodes:
+        if hop.source is None or hop.once or hop.value not in values[hop.target]:
             continue
         if found := sent[hop.target].get(hop.value):
-            known, size = own[hop.target], batch_bytes(nodes[hop.value], trained=True)
+            value = values[hop.target][hop.value]
+            known, size = own[hop.target], batch_bytes(value, trained=True)
             known[hop.source] = known.get(hop.source, 0.0) + size
             memories[hop.target].setdefault(hop.source, {}).update(found)
     return [
@@ -516,7 +540,7 @@ def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMe
     number = run_again(mode, len(calls))
     for call, nodes in zip(calls[:number], inside, strict=False):
         received.update(dict.fromkeys(call.all_input_nodes))
-        activations = cost_of(nodes, state).activation_bytes
+        activations = cost_of(nodes).activation_bytes
         if activations > largest:
             largest = activations
             workspace = workspace_of([n for n in nodes if is_work(n)], state)
@@ -547,7 +571,7 @@ def _with_kept(
     forward, and no more in the backward of that one.
     """
     every = (node for nodes in last for node in nodes if is_work(node))
-    kept = cost_of(every, state).activation_bytes
+    kept = cost_of(every).activation_bytes
     at_once = max(largest, kept + workspace.kept_inputs)
     workspace = replace(
         workspace,
@@ -562,7 +586,7 @@ def _with_kept(
         workspace = workspace.or_more(
             replace(own, forward=forward, again=forward, rerun=0, backward=backward)
         )
-        later += cost_of(nodes, state).activation_bytes
+        later += cost_of(nodes).activation_bytes
     return replace(stage, recomputed=at_once, workspace=workspace, kept=kept)
 
 
@@ -584,6 +608,10 @@ def step_memory(
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
     stages = [
         _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
+        for stage, mode in zip(stages, modes, strict=True)
+    ]
+    stages = [
+        _with_products(stage) if mode == SELECTIVE else stage
         for stage, mode in zip(stages, modes, strict=True)
     ]
     # Results of products wait as inputs do, and so do activations that stay where others move. The
@@ -612,6 +640,14 @@ def updates_on(specs: Sequence[DeviceSpec], update: Update) -> list[float]:
     the parameters. On accelerators, which have a host, it steps all parameters at once; on a CPU
     one after the other."""
     return [update.memory if spec.host_bytes_per_s else 0.0 for spec in specs]
+
+
+def _with_products(stage: StageMemory) -> StageMemory:
+    """The memory of a stage that keeps the results of products: its first forward has them, and not
+    twice those that it saves as well."""
+    if stage.workspace is None:
+        return stage
+    return replace(stage, workspace=replace(stage.workspace, again=stage.workspace.selective))
 
 
 def _with_a_host(stage: StageMemory, stays: float) -> StageMemory:

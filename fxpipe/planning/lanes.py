@@ -210,16 +210,17 @@ class PlannedLanes:
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
         way = self.cut(partition, part, beside, limit=limit, is_tightest=is_tightest)
-        cut = ToStages((), (), devices=lanes, partition=way)
+        cut = ToStages(
+            (), (), devices=lanes, partition=way, chunks=self.chunks, training=self.training
+        )
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
         found = problem(gm.graph, devices=devices)
         stage = tuple(node.meta[STAGE] for node in found.work)
         gm = run(rest, gm)
-        costs = stage_costs(gm.graph)
         contains = stage_names(gm.graph)
-        kept_graph = gm.graph
         stage_graph = run(self.chain.passes(cut, since="split"), gm)
+        costs = stage_costs(stage_graph)
         layout = skip_layout(stage_graph)
         cut_up = CutModel(
             gm,
@@ -229,9 +230,9 @@ class PlannedLanes:
             tuple(contains),
             tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
             layout,
-            tuple(stage_memory(costs, layout, kept_graph, training=self.training)),
+            tuple(stage_memory(costs, layout, stage_graph, training=self.training)),
             beside,
-            loss_memory(self.loss, kept_graph),
+            loss_memory(self.loss, gm.graph),
         )
         return replace(cut_up, bound=self._bound(cut_up))
 

@@ -26,7 +26,7 @@ from fxpipe.ir._torch import (
 )
 from fxpipe.ir.autograd import reached
 from fxpipe.ir.errors import NeedsValues
-from fxpipe.ir.graph import PART, VALUE, attribute, mutable
+from fxpipe.ir.graph import VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of
@@ -182,7 +182,6 @@ def forget_history(graph: fx.Graph) -> None:
     recursion that overflows the stack.
     """
     for node in reversed(graph.nodes):
-        node.meta.pop(PART, None)
         if VALUE in node.meta:
             node.meta[VALUE] = pytree.tree_map_only(Tensor, _cut_off, node.meta[VALUE])
 

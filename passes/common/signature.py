@@ -38,7 +38,7 @@ def signature(
         module = gm.get_submodule(str(node.target))
         if not all(type(m).__module__.startswith("torch.nn.") for m in module.modules()):
             return None
-        state = tuple(_look(t) for t in (*module.parameters(), *module.buffers()))
+        state = tuple(look_of(t) for t in (*module.parameters(), *module.buffers()))
         target = type(module), repr(module), module.training, state
     if any(isinstance(each.meta.get(VALUE), nn.Module) for each in node.all_input_nodes):
         return None
@@ -49,7 +49,7 @@ def signature(
         if kind is fx.Node:
             return value.op == "get_attr", look(value_of(value))
         if isinstance(value, Tensor):
-            return _look(value), memories.setdefault(memory_of(value), len(memories))
+            return look_of(value), memories.setdefault(memory_of(value), len(memories))
         if kind in (tuple, list, immutable_list):
             return kind, tuple(map(look, value))
         if kind in (dict, immutable_dict):
@@ -66,6 +66,7 @@ def signature(
     return node.op, target, given, wants_gradient
 
 
-def _look(tensor: Tensor) -> Any:
+def look_of(tensor: Tensor) -> Any:
+    """What an operator sees of a tensor, beside its memory."""
     layout = tensor.stride() if tensor.layout == torch.strided else tensor.layout
     return tuple(tensor.shape), layout, tensor.dtype, tensor.requires_grad, type(tensor)

@@ -142,8 +142,9 @@ class Living:
         self.now = self.most = 0
         self._there: dict[int, weakref.finalize[..., Any]] = {}
 
-    def note(self, result: Any, given: Any) -> None:
-        """Note what an operator has made of what it was ``given``, whose memory it may return."""
+    def note(self, result: Any, given: Any) -> set[int]:
+        """Note what an operator has made of what it was ``given``, whose memory it may return.
+        Returns the memories that are new."""
         known = {memory_of(tensor) for tensor in tensors_of(given)}
         for tensor in tensors_of(result):
             memory = memory_of(tensor)
@@ -153,6 +154,7 @@ class Living:
                 storage = tensor.untyped_storage()
                 self._there[memory] = weakref.finalize(storage, self._forget, memory, size)
         self.most = max(self.most, self.now)
+        return {memory_of(tensor) for tensor in tensors_of(result)} - known
 
     def _forget(self, memory: int, size: int) -> None:
         del self._there[memory]
@@ -162,12 +164,13 @@ class Living:
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the operators that run in it, their FLOPs, and the bytes that they read
     and write. Views move no bytes, and are not counted. ``rest`` counts operators other than
-    products."""
+    products, and ``products`` has the memories of the results of products."""
 
     def __init__(self, load: Load, rest: Load | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.load, self.rest = load, rest or Load()
         self.memory = Living()
+        self.products = set[int]()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -194,5 +197,6 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 load.bytes += size
                 load.is_half |= is_half
             self.load.products += tensor_bytes(result) * is_kept
-            self.memory.note(result, (args, kwargs))
+            made = self.memory.note(result, (args, kwargs))
+            self.products = self.products | made if is_kept else self.products - made
         return result

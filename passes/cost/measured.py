@@ -39,8 +39,9 @@ from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
-from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, microbatches
+from passes.cost.analytic import ADAM, AnalyticCost
 from passes.cost.timer import HostTimer, timer_of
+from passes.cost.work import BACKWARD, microbatches
 
 ROUNDS = 25  # the most rounds after the warm-up
 

@@ -19,7 +19,6 @@ one of each parameter and buffer, however many micro-batches there are: these ar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.ir.errors import AnotherStrategy, OneSizeOnly, is_the_models
 from fxpipe.ir.graph import COPIES, GROWS, MEMORIES, PART, VALUE, WRITES
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, new_memory, tensors_of
 from fxpipe.runtime.microbatch import rows_of_each
 from passes.common.fakes import FakeInterpreter, fake_mode
 from passes.common.signature import signature
@@ -73,7 +72,7 @@ class Rows:
         ]
         if not all(sizes):
             return gm
-        run = _OneOfEach(gm, fake_mode(gm.graph))
+        run = OneOfEach(gm, fake_mode(gm.graph))
         try:
             parts = _values(run, self.inputs, self.in_dims, partial(_of_first, chunks=self.chunks))
         except OneSizeOnly:
@@ -130,7 +129,7 @@ def _is_for_one_size(graph: fx.Graph, parts: Mapping[fx.Node, Any]) -> bool:
     return bool(shapes) and shapes == others
 
 
-class _OneOfEach(FakeInterpreter):
+class OneOfEach(FakeInterpreter):
     """Runs a graph. Of several nodes that do the same, only one is run, and all get its value: a
     value of which the shape and the size of the memory are asked, but no more.
 
@@ -148,7 +147,6 @@ class _OneOfEach(FakeInterpreter):
         self.gm = gm
         self.known: dict[Any, tuple[Any, list[_Place]]] = {}
         self.memories: dict[fx.Node, list[int]] = {}
-        self._numbers = itertools.count()
         written = (name for node in gm.graph.nodes for name in node.meta.get(WRITES, ()))
         self.written = set(written)
 
@@ -194,7 +192,7 @@ class _OneOfEach(FakeInterpreter):
             elif place >= 0:
                 found.append(numbers[place])
             else:
-                found.append(next(self._numbers) if ~place == i else found[~place])
+                found.append(new_memory() if ~place == i else found[~place])
         return found
 
 
@@ -217,7 +215,7 @@ def _places(node: fx.Node, given: list[Tensor], made: list[Tensor]) -> list[_Pla
 
 def values_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """The fake value of each node in a run with these inputs."""
-    run = _OneOfEach(gm, fake_mode(gm.graph))
+    run = OneOfEach(gm, fake_mode(gm.graph))
     return _values(run, inputs, [None] * len(inputs), lambda rows: rows)
 
 

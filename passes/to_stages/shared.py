@@ -19,7 +19,7 @@ otherwise than the model's.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx, nn
@@ -27,7 +27,9 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir.autograd import leaf_of
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, NO_BACKWARD, SHARED, VALUE, attribute, stage_nodes
+from fxpipe.ir.graph import COST, NO_BACKWARD, SHARED, VALUE, WORKSPACE, attribute, stage_nodes
+from fxpipe.ir.workspace import NodeWorkspace
+from passes.common.deferrable import is_deferrable
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
@@ -74,6 +76,7 @@ class Shared:
             return shared[id(parameter)]
 
         for node in list(stage_nodes(gm.graph)):
+            before = node.all_input_nodes
             for source in node.all_input_nodes:
                 if source.op == "get_attr":
                     value = attribute(gm, str(source.target))
@@ -84,6 +87,10 @@ class Shared:
                 own = {name: p for name, p in _parameters(module) if id(p) in several}
                 if own:
                     _give(node, {name: share(p, node) for name, p in own.items()})
+            if WORKSPACE in node.meta and node.all_input_nodes != before:
+                # The gradient of a value that others have as well does not wait for a second half.
+                later = is_deferrable(gm, node)
+                node.meta[WORKSPACE] = replace(node.meta[WORKSPACE], is_deferrable=later)
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)
@@ -106,6 +113,10 @@ def _give(node: fx.Node, values: dict[str, fx.Node]) -> None:
     with node.graph.inserting_before(node):
         module = node.graph.create_node("get_attr", node.target, name=f"{node.name}_module")
     node.op, node.target, node.args = "call_function", ops.call, (module, values, *node.args)
+    if WORKSPACE in node.meta:  # its gradients are by the tensors that it is given
+        needed: NodeWorkspace = node.meta[WORKSPACE]
+        gradients = (0,) * len(values) + needed.gradients
+        node.meta[WORKSPACE] = replace(needed, gradients=gradients)
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

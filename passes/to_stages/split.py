@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxpipe.ir._torch import OuterModule
+from fxpipe.ir._torch import OuterModule, pytree
 from fxpipe.ir.graph import (
     BROUGHT,
     CONTAINS,
@@ -32,7 +32,9 @@ from fxpipe.ir.graph import (
     NO_BACKWARD,
     ONCE,
     ORIGIN,
+    PART,
     SEED,
+    SHARED,
     STAGE,
     UPDATES,
     VALUE,
@@ -195,7 +197,8 @@ def _stage_module(
             # hands a stage the gradients of all its results, with none for this one: so the value
             # is detached.
             result = graph.call_function(torch.detach, (result,))
-            result.meta[ORIGIN] = node.meta.get(ORIGIN, node.name)
+            _describe(node, result)
+            result.meta[VALUE] = pytree.tree_map_only(Tensor, Tensor.detach, node.meta[VALUE])
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))
     graph.output_node().meta[ORIGIN] = tuple(node.meta.get(ORIGIN, node.name) for node in gives)
@@ -220,6 +223,6 @@ def _describe(source: fx.Node, target: fx.Node) -> None:
     target.meta[ORIGIN] = source.meta.get(ORIGIN, source.name)
     target.meta |= {
         key: source.meta[key]
-        for key in (VALUE, COPIES, GROWS, MEMORIES, SEED)
+        for key in (VALUE, PART, COPIES, GROWS, MEMORIES, SEED, SHARED)
         if key in source.meta
     }

@@ -230,5 +230,5 @@ def test_the_bytes_that_move_are_those_of_the_plan(mode, monkeypatch):
         moved.clear()
         pipe.step(*x, target=torch.randn(8))
         layout = pipe.skip_layout
-        stages = stage_memory([s.cost for s in pipe.stages], layout, pipe.model_graph.graph)
+        stages = stage_memory([s.cost for s in pipe.stages], layout, pipe.stage_graph)
     assert sum(moved) == sum(stage.moves(mode, chunks) for stage in stages)

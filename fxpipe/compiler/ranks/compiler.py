@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fxpipe import ops
 from fxpipe.compiler.absent import Absent
-from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.layout import CutAlike, Layout
@@ -22,7 +21,7 @@ from fxpipe.compiler.ranks.lowering import Agreed, RankLowering
 from fxpipe.compiler.ranks.tensors import owners, parameters_in_parts, tensors_of_module
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.ir._torch import sharded_modules
-from fxpipe.ir.graph import attribute
+from fxpipe.ir.graph import attribute, stages_of
 from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Asked, Meaning

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import ops
-from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.bindings import bindings
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
@@ -30,6 +30,7 @@ from fxpipe.ir.graph import (
     VALUE,
     WRITTEN,
     stage_nodes,
+    stages_of,
 )
 from fxpipe.ir.printing import format_graph
 from fxpipe.runtime.microbatch import InDim, rows_of_each

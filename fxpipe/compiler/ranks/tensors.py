@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe import ops
-from fxpipe.compiler.bindings import stages_of
 from fxpipe.ir._torch import sharded_modules
-from fxpipe.ir.graph import STAGE, attribute
+from fxpipe.ir.graph import STAGE, attribute, stages_of
 from fxpipe.ir.tensors import is_in_parts
 from fxpipe.loading.storage import tensors_of
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 import fxpipe
-from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.placement import homes_of
+from fxpipe.ir.graph import stages_of
 from passes import PartitionError
 from tests.zoo import MODELS, gradients, mean_loss, outputs_of_loop, same
 

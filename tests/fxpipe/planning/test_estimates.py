@@ -20,7 +20,9 @@ from fxpipe.planning.estimates import (
     measured_costs,
     parts_of,
     predicted,
+    stage_memory,
     step_links,
+    traffic,
     with_moves,
 )
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
@@ -425,6 +427,22 @@ def test_a_parameter_that_is_brought_is_no_input_of_every_micro_batch(kept_only)
         fixed = pipe.stages[1].cost.fixed_bytes
     received = 4 * 2 * 12 * 4  # of each of 4 micro-batches: 2 rows of 12 numbers
     assert held[4][1] - fixed == received
+
+
+def test_on_one_device_a_shared_parameter_is_not_sent_but_each_micro_batch_has_its_gradient():
+    """As where a schedule goes there and back, so that a lane has the first and the last stage."""
+    x, chunks, size = torch.randn(8, 12), 4, 4 * 12 * 12
+    options = {"partition": ["1", "2", "4"], "chunks": chunks, "schedule": "zbv", "check": False}
+    with fxpipe.compile(TiedLayers(), ["cpu"] * 2, loss_fn=loss, **options) as pipe:
+        pipe.prepare(x)
+        layout, stages = pipe.skip_layout, pipe.stage_graph
+        (name,) = (hop.value for hop in layout.hops if hop.value.endswith("_shared"))
+        shared = SkipLayout(tuple(hop for hop in layout.hops if hop.value == name))
+        edges, once = traffic(shared, chunks, pipe.model_graph.graph)
+        memory = stage_memory([stage.cost for stage in pipe.stages], shared, stages)
+    assert not once
+    assert {(edge.bytes, edge.gradient_bytes) for edge in edges} == {(0, size)}
+    assert all(stage.inputs == 0 and stage.kept_results == {} for stage in memory)
 
 
 def test_the_schedule_that_is_searched_for_fits_checkpointed_micro_batches():

@@ -11,7 +11,7 @@ from fxpipe.ir.cost import cost_of
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, SAVED, stage_nodes
 from passes import Alias, AnalyticCost, Rows
-from passes.cost import analytic as cost_module
+from passes.cost.work import Runs
 from tests.zoo import MODELS, ResNet, Tied
 
 WITH_TIED = {**MODELS, "tied": (Tied, lambda batch: (torch.randint(11, (batch, 5)),))}
@@ -323,9 +323,9 @@ def test_a_backward_that_takes_values_counts_as_two_forwards(node):
 
 def test_equal_nodes_are_run_once(monkeypatch):
     ran = []
-    run = cost_module._Runs._run
+    run = Runs._run
     monkeypatch.setattr(
-        cost_module._Runs, "_run", lambda self, node: (ran.append(node.name), run(self, node))[1]
+        Runs, "_run", lambda self, node: (ran.append(node.name), run(self, node))[1]
     )
     layers = [layer for _ in range(5) for layer in (nn.Linear(3, 3), nn.ReLU())]
     found = costs(nn.Sequential(*layers, nn.Linear(3, 3, bias=False)), torch.ones(2, 3))

@@ -5,8 +5,7 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.compiler.bindings import stages_of
-from fxpipe.ir.graph import VALUE
+from fxpipe.ir.graph import VALUE, stages_of
 from passes.to_stages.devices import Devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
