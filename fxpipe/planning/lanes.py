@@ -337,6 +337,15 @@ class PlannedLanes:
         offered = self._offered(cut)
         return [offered[way][stage] for stage, way in enumerate(priced.way)]
 
+    def is_within(self, cut: CutModel, limit: float) -> bool:
+        """Whether the limits of memory cost a cut no time: each stage has room for the way that
+        takes it least time, and takes at most so many seconds for a mini-batch."""
+        order = self._order(len(cut.devices))
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
+        priced = prices(cut.problem.whole, target, cut.stage)
+        free = prices(cut.problem.whole, replace(target, memory=None), cut.stage)
+        return priced.fits(target) and priced.way == free.way and priced.slowest <= limit
+
     def needs(self, cut: CutModel) -> list[dict[tuple[str, int], float]]:
         """For each stage, the bytes that its device needs if the stage goes a way, by all ways of
         which ``cut.beside`` tells. Nothing is known of stages that share a device."""
