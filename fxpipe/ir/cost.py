@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from torch import fx
 
@@ -84,14 +85,23 @@ class Cost:
         return replace(found, backward_s=found.backward_s + (count - 1) * self.accumulation_s)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return total([self, other])
+
+
+_all_of = attrgetter(*(f.name for f in fields(Cost)))
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """The sum of costs, field by field. Of many costs that is much faster than adding one after the
+    other, as each addition makes a cost."""
+    return Cost(*map(sum, zip(*map(_all_of, costs), strict=True)))
 
 
 def cost_of(nodes: Iterable[fx.Node]) -> Cost:
     """What the nodes of one stage cost together: memory that several of them keep counts once."""
     own = list(nodes)
-    total = sum((node.meta.get(COST, Cost()) for node in own), Cost())
-    return replace(total, activation_bytes=sum(saved_sizes(own)))
+    every = total(node.meta.get(COST, Cost()) for node in own)
+    return replace(every, activation_bytes=sum(saved_sizes(own)))
 
 
 def saved_sizes(nodes: Sequence[fx.Node]) -> list[int]:

@@ -18,8 +18,10 @@ are held fixed, and the model is cut anew for these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from fxpipe.planning.keeping import Keeping
@@ -68,6 +70,7 @@ class JointSearch:
     lanes: PlannedLanes
     cut: Callable[..., CutModel]
 
+    @cached_property
     def free(self) -> CutWithWays:
         """The cut and the ways that are best if the memory of the devices has no limit."""
         cut = self.cut(self.lanes, None)
@@ -79,7 +82,7 @@ class JointSearch:
         cut = self.cut(self.lanes, 1)
         return self._settled(cut, self.lanes.step(cut, self.lanes.chosen(cut)))
 
-    def found(self, free: CutWithWays, part: int) -> Iterator[CutWithWays]:
+    def found(self, part: int) -> Iterator[CutWithWays]:
         """What is found under the limits, one cut after the other, of which not all fit. ``part``:
         each stage may take ``1 / part`` of the memory of its device. A cut that is found again is
         there twice, the second time with the bound of the search under limits.
@@ -87,8 +90,8 @@ class JointSearch:
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
         too: what the search counts for a cut that it has not seen simulated may be too much.
         """
-        lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), free.cut
-        order, is_tightest = free.step.order, False
+        lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), self.free.cut
+        order, is_tightest = self.free.step.order, False
         for _ in range(ROUNDS):
             if cut.stage in known:
                 yield known[cut.stage].within(cut.bound)
@@ -98,11 +101,21 @@ class JointSearch:
             yield found
             order = found.step.order
             try:
-                cut = self.cut(lanes, part, beside)
+                cut = self._cut_under(lanes, part, beside)
             except DoesNotFit:
                 if is_tightest:
                     return
                 cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
+
+    def _cut_under(
+        self, lanes: PlannedLanes, part: int, beside: Beside, limit: float = math.inf
+    ) -> CutModel:
+        """The best cut under limits of memory, whose slowest stage takes at most ``limit`` seconds.
+        The best of all cuts need not be searched for again, if it is within these limits."""
+        free = replace(self.free.cut, devices=lanes.devices(part), beside=beside)
+        if lanes == self.lanes and lanes.is_within(free, limit):
+            return free
+        return self.cut(lanes, part, beside, limit=limit)
 
     def on(self, cut: CutModel, part: int) -> CutWithWays:
         """A cut that has been found for other ways, with those that suit it here."""
@@ -155,7 +168,7 @@ class JointSearch:
         own = replace(self.lanes, checkpoint=plain(modes), checkpoint_segments=segments)
         try:
             beside = own.beside(found.cut, found.step.order)
-            cut = self.cut(own, part, beside, limit=self._most(found))
+            cut = self._cut_under(own, part, beside, self._most(found))
         except DoesNotFit:
             return None
         ways = enumerate(own.chosen(cut))

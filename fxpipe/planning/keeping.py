@@ -20,6 +20,7 @@ simulation knows all of this.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,8 @@ from fxpipe.planning.result import ROUNDING
 from passes.common.modes import of_stages, recomputing_less
 from passes.common.segments import counts
 
+KEEPS_ALL = "never", 1
+"""The way of a stage that keeps everything."""
 NEARLY = 1.02
 """What a stage needs differs by less than this with the ways of the other stages."""
 
@@ -66,19 +69,30 @@ class Keeping:
         if self.short(step) > 0:
             return step
         for stage in self._by_recomputation(step):
-            ways = self.lanes.ways(self.cut, stage)
-            now = ways.index(self._ways(step)[stage])
-            for i, way in enumerate(ways):
-                # A way that recomputes less may take as long, another one has to take less time.
-                margin = ROUNDING if i < now else -ROUNDING
-                if i == now or (i > now and now == 0) or not self._may_fit(stage, way):
-                    continue
-                other = self._with(step, stage, way)
-                is_slower = other.timeline.makespan > step.timeline.makespan * (1 + margin)
-                if not is_slower and self.short(other) <= 0:
-                    step = other
-                    break
+            step = next(self._milder_at(step, stage), step)
         return step
+
+    def _milder_at(self, step: PlannedStep, stage: int) -> Iterator[PlannedStep]:
+        """The steps that are taken in place of this one, in which one stage goes another way: first
+        those that recompute less and take no longer, then those that take less time."""
+        ways, seconds = self.lanes.ways(self.cut, stage), step.timeline.makespan
+        now = ways.index(self._ways(step)[stage])
+        yield from self._fitting(step, stage, ways[:now], seconds * (1 + ROUNDING))
+        # No way takes less time than the one that keeps all, whatever memory that needs.
+        less = seconds * (1 - ROUNDING)
+        if now and self._with(step, stage, KEEPS_ALL).timeline.makespan <= less:
+            yield from self._fitting(step, stage, ways[now + 1 :], less)
+
+    def _fitting(
+        self, step: PlannedStep, stage: int, ways: Sequence[tuple[str, int]], seconds: float
+    ) -> Iterator[PlannedStep]:
+        """The steps in which one stage goes one of these ways, of those that fit and take at most
+        so many seconds."""
+        for way in ways:
+            if self._may_fit(stage, way):
+                other = self._with(step, stage, way)
+                if other.timeline.makespan <= seconds and self.short(other) <= 0:
+                    yield other
 
     def _may_fit(self, stage: int, way: tuple[str, int]) -> bool:
         """Whether the step might fit with a stage that goes this way, by what the stage has needed

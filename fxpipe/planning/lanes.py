@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import fx
 
-from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.ir.cost import Cost, stage_costs, total
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
@@ -96,6 +96,24 @@ class CutModel:
     bound: float = 0.0
     segmented: dict[tuple[int, int], fx.GraphModule] = field(default_factory=dict)
     kept_in_segments: dict[tuple[int, str, int], StageMemory] = field(default_factory=dict)
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """The seconds that a mini-batch takes at each stage, on the stage's own device."""
+        found: list[list[Cost]] = [[] for _ in self.devices]
+        for node, stage in zip(self.problem.work, self.stage, strict=True):
+            device, cost = self.devices[stage], node.meta[COST]
+            is_another = device != self.devices[0]
+            times = relative_time(node, device, self.devices[0]) if is_another else 1.0
+            found[stage].append(
+                Cost(
+                    forward_s=times * cost.forward_s,
+                    backward_s=times * cost.backward_s,
+                    again_s=times * cost.again_s,
+                    operators=cost.operators,
+                )
+            )
+        return list(map(total, found))
 
     def kept_by(self, stage: int, mode: str, count: int) -> StageMemory:
         """The bytes that a stage keeps that has so many segments."""
@@ -320,6 +338,15 @@ class PlannedLanes:
         offered = self._offered(cut)
         return [offered[way][stage] for stage, way in enumerate(priced.way)]
 
+    def is_within(self, cut: CutModel, limit: float) -> bool:
+        """Whether the limits of memory cost a cut no time: each stage has room for the way that
+        takes it least time, and takes at most so many seconds for a mini-batch."""
+        order = self._order(len(cut.devices))
+        target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
+        priced = prices(cut.problem.whole, target, cut.stage)
+        free = prices(cut.problem.whole, replace(target, memory=None), cut.stage)
+        return priced.fits(target) and priced.way == free.way and priced.slowest <= limit
+
     def needs(self, cut: CutModel) -> list[dict[tuple[str, int], float]]:
         """For each stage, the bytes that its device needs if the stage goes a way, by all ways of
         which ``cut.beside`` tells. Nothing is known of stages that share a device."""
@@ -372,7 +399,7 @@ class PlannedLanes:
         updates = updates_on(self.specs, self.update)
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss, updates)
         parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
-        costs = estimated_costs(self._costs(cut), self.chunks, modes, list(map(parts_of, parts)))
+        costs = estimated_costs(cut.costs, self.chunks, modes, list(map(parts_of, parts)))
         costs = with_loss(costs, *self._loss_seconds(cut.gm.graph))
         costs = with_moves(costs, kept, self.chunks, modes)
         links = step_links(cut.layout, self.chunks, self.specs, self._names, cut.gm.graph)
@@ -555,19 +582,3 @@ class PlannedLanes:
             with suppress(NoRoom):  # no schedule fits: the plan says how many bytes are missing
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
-
-    def _costs(self, cut: CutModel) -> list[Cost]:
-        """The seconds that a mini-batch takes at each stage, on the stage's own device."""
-        devices = cut.devices
-        found = [Cost()] * len(devices)
-        for node, s in zip(cut.problem.work, cut.stage, strict=True):
-            is_another = devices[s] != devices[0]
-            times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
-            cost: Cost = node.meta[COST]
-            found[s] += Cost(
-                forward_s=times * cost.forward_s,
-                backward_s=times * cost.backward_s,
-                again_s=times * cost.again_s,
-                operators=cost.operators,
-            )
-        return found

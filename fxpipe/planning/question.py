@@ -315,14 +315,14 @@ class PlanQuestion:
         search = self._search
         if not self.is_automatic:
             return search.given()
-        free = search.free()
+        free = search.free
         recomputes = any(map(modes.is_recomputed, modes.listed(free.step.modes)))
         may_hide = self._restricts_ways and recomputes
         if not free.short and not may_hide:
             return free
         every: list[CutWithWays] = [free]
         for part in self._parts:
-            for found in self._found(free, part):
+            for found in self._found(part):
                 every.append(found)
                 is_free = not found.short and found.seconds <= free.seconds * (1 + ROUNDING)
                 if is_free and not may_hide:
@@ -340,21 +340,22 @@ class PlanQuestion:
         one that fits is enough, which need not be the fastest."""
         if not self.is_automatic:
             return not self._search.given().short
-        free = self._search.free()
-        return not free.short or any(
-            not found.short for part in self._parts for found in self._search.found(free, part)
+        search = self._search
+        return not search.free.short or any(
+            not found.short for part in self._parts for found in search.found(part)
         )
 
-    def _found(self, free: CutWithWays, part: int) -> Iterator[CutWithWays]:
+    def _found(self, part: int) -> Iterator[CutWithWays]:
         """What is found under the limits; see :meth:`JointSearch.found`. Where the user restricts
         what stages recompute, the cut that is best if they choose it is taken, too, with what the
         user gives: the search for a cut counts what recomputing takes in full, while the simulation
         knows where lanes would be idle else.
         """
-        yield from self._search.found(free, part)
+        yield from self._search.found(part)
         if self._restricts_ways:
             best = replace(self, checkpoint=modes.AUTO, checkpoint_segments=None)._best
-            yield self._search.on(replace(best.cut, bound=free.cut.bound), part)
+            bound = self._search.free.cut.bound
+            yield self._search.on(replace(best.cut, bound=bound), part)
 
     @cached_property
     def _search(self) -> JointSearch:

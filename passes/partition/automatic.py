@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from torch import fx
@@ -260,6 +261,8 @@ def _easier(
 ) -> Cut:
     """The best cut that is contiguous in the program, if it is as good as ``best``; else ``best``.
     A contiguous cut is easier to read."""
+    if all(one <= other for one, other in pairwise(best.stage)):
+        return best
     limit = min(limit, _limit(best, slack)) * (1 + EQUAL)
     stage = solve_in_order(dag, target, slack=slack, pins=pins, enough=limit, limit=limit)
     if stage is None:

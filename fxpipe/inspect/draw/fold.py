@@ -21,7 +21,7 @@ from math import ceil
 
 from torch import fx
 
-from fxpipe.ir.cost import Cost
+from fxpipe.ir.cost import Cost, total
 from fxpipe.ir.graph import COST
 
 Path = tuple[str, ...]
@@ -61,7 +61,7 @@ class Box:
 
     @property
     def cost(self) -> Cost:
-        return sum((node.meta.get(COST, Cost()) for node in self.nodes), Cost())
+        return total(node.meta.get(COST, Cost()) for node in self.nodes)
 
 
 def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:

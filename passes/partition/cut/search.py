@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -110,6 +111,9 @@ class Search:
         self.used = used = self._counted([v.users for v in values])
         self.made = self.family[:, self.source] | self.given[None, :]
         self.live = self.made & (used < np.array([len(v.users) for v in values])[None, :])
+        # ``[downset, column]``: whether the next user is in a downset, or the value only.
+        self.has_next = used[:, self.column] > self.level
+        self.crosses = self.made[:, self.column] & (used[:, self.column] == self.level)
         # An input of the model goes straight to its first user, so that this way costs nothing.
         self.moves = np.where(self.given[self.column] & (self.level == 0), 0.0, 1.0)
         self._kept()
@@ -156,6 +160,14 @@ class Search:
         enter = seconds(m.bandwidth[:stage, stage], m.latency[:stage, stage])
         leave = seconds(m.bandwidth[stage, stage + 1 :], m.latency[stage, stage + 1 :])
         return enter, leave
+
+    @cached_property
+    def are_links_alike(self) -> bool:
+        """Whether it makes no difference to a value between which stages it travels."""
+        m = self.machine
+        assert m.bandwidth is not None and m.latency is not None and m.apart is not None
+        between = ~np.eye(m.stages, dtype=bool)
+        return all(len(np.unique(each[between])) <= 1 for each in (m.bandwidth, m.latency, m.apart))
 
     def _boundaries(self) -> list[Ints]:
         """The downsets that may be the boundary before stage 0, 1, ...: those for which neither the
@@ -223,15 +235,13 @@ class Search:
         """The columns of values that cross any of these boundaries, and a matrix that says which
         value crosses which boundary. The columns are few where the boundaries are near each other,
         since values that are made after all of them cross none."""
-        waits = self.made[first][:, self.column] & (self.used[first][:, self.column] == self.level)
+        waits = self.crosses[first]
         columns = np.flatnonzero(waits.any(axis=0))
         return columns, waits[:, columns].astype(np.float64)
 
     def _comes(self, then: Ints, columns: Ints) -> NDArray[np.bool_]:
         """Whether the next user of each column lies before the boundary ``then``."""
-        comes: NDArray[np.bool_] = (
-            self.used[np.ix_(then, self.column[columns])] > self.level[columns]
-        )
+        comes: NDArray[np.bool_] = self.has_next[np.ix_(then, columns)]
         return comes
 
     def _link(self, stage: int, first: Ints, then: Ints) -> Floats:
@@ -467,11 +477,13 @@ class _Descent:
             here = so_far
             if self.by_bytes:
                 here = float(value[choice] - after[choice])
-            partial = self._slowest([*path, int(choice)])
+            # Where all links are alike, what a stage takes is known of its boundaries alone.
+            is_known = search.are_links_alike
+            partial = times[0][choice] if is_known else self._slowest([*path, int(choice)])
             if partial > self.limit * (1 + EQUAL):
                 continue
             if not self.by_bytes:
-                here = max(so_far, partial)
+                here = max(so_far, float(partial))
                 if self._is_no_better(here):
                     continue
             self._down([*path, int(choice)], here)
