@@ -9,39 +9,65 @@
     return h / float(self.tau)          the graph has 2.0
 
 A graph with such a constant is wrong once the tensor has been written to. So these tensors belong
-to what the graph depends on (:mod:`fxpipe.trace.premises`). ``torch.export`` is not concerned: in
-its graphs such computations are nodes, or it refuses.
+to what the graph depends on (:mod:`fxpipe.trace.premises`). And a constant has no gradient::
+
+    for p in self.parameters():         the forward meets the parameters themselves, no proxies
+        penalty += p.square().sum()     no graph: the model has a gradient here
+
+``torch.export`` is not concerned: in its graphs such computations are nodes, or it refuses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.trace.patches import patched
 
+# What is computed with these has no gradient.
+_WITHOUT_GRADIENTS = {torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default}
 # Methods that read a tensor's memory without an operator of PyTorch.
 _READERS = "tolist", "numpy", "__array__", "__dlpack__"
 
 
+@dataclass
+class Folded:
+    """Tensors of a model from which a trace has computed constants.
+
+    Attributes:
+        tensors: parameters, buffers, and those that other attributes hold.
+        trained: those from which something has been computed that has a gradient.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    trained: list[Tensor] = field(default_factory=list)
+
+
 @contextmanager
-def computed_with(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yields the tensors of a model (parameters, buffers, and those that other attributes hold) on
-    which operators run inside the ``with`` block, or whose values are read: a list that grows."""
+def computed_with(model: nn.Module) -> Iterator[Folded]:
+    """Yields the tensors of a model on which operators run inside the ``with`` block, or whose
+    values are read: lists that grow."""
     own: dict[int, list[Tensor]] = {}
     for module in model.modules():
         for tensor in tensors_of(vars(module)):  # among which are all parameters and buffers
             own.setdefault(memory_of(tensor), []).append(tensor)
-    found: list[Tensor] = []
+    found, met = Folded(), set[int]()
 
-    def notice(value: Any) -> None:
+    def notice(value: Any, *, has_gradient: bool = False) -> None:
         for tensor in tensors_of(value):
-            found.extend(own.pop(memory_of(tensor), ()))
+            memory = memory_of(tensor)
+            if memory in own and memory not in met:
+                met.add(memory)
+                found.tensors += own[memory]
+            if memory in own and has_gradient and tensor.requires_grad:
+                found.trained.append(tensor)
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +88,13 @@ class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, notice: Callable[[Any], None]) -> None:
+    def __init__(self, notice: Callable[..., None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notice = notice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.notice((args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_real = any(t.is_floating_point() or t.is_complex() for t in tensors_of(result))
+        has_gradient = is_real and func not in _WITHOUT_GRADIENTS
+        self.notice((args, kwargs or {}), has_gradient=has_gradient)
+        return result

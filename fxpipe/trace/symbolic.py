@@ -25,7 +25,7 @@ from fxpipe.trace.conditions import as_a_check, check
 from fxpipe.trace.containers import Unchanging, has_containers, unchanging
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
-from fxpipe.trace.folded import computed_with
+from fxpipe.trace.folded import Folded, computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lengths import lengths_recorded
@@ -65,11 +65,16 @@ def front_end(example: Example) -> Traced:
                 f"it writes to its parameter {name} (by {write.where}) while it is traced, so that "
                 "the graph does not write to it"
             )
+        if tracer.folded.trained:
+            raise Refused(
+                "it computes with parameters that it does not get by their names (but from "
+                "parameters(), say, or out of a list), which fx would do once, without gradients"
+            )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)
     traced = Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
-    traced.folded, traced.prints = tracer.folded, printed
+    traced.folded, traced.prints = tracer.folded.tensors, printed
     return traced
 
 
@@ -100,7 +105,7 @@ class _SymbolicTracer(fx.Tracer):
                     "model gives: the module is traced into, so that these are called",
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
-        self.folded: list[Tensor] = []
+        self.folded = Folded()
         self.modes = Ambient.here()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

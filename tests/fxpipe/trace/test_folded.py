@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
@@ -100,6 +101,54 @@ def test_only_tensors_of_the_model_are_noticed():
     with computed_with(model) as found:
         torch.ones(3).exp()
         model.tau.shape, model.tau.dtype, model.tau.size(0)
-        assert not found
+        assert not found.tensors
         model.tau[1:].exp()
-    assert [tensor is model.tau for tensor in found] == [True, True]  # it is held in two places
+    assert [tensor is model.tau for tensor in found.tensors] == [
+        True,
+        True,
+    ]  # it is held in two places
+    assert not found.trained
+
+
+class Penalised(nn.Module):
+    """What it computes of parameters that it gets from ``parameters()`` has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        squares = [p.square().sum() for p in self.first.parameters()]
+        return self.second(self.first(x)), sum(squares)
+
+
+class Averaged(Penalised):
+    def forward(self, x):
+        weights = [p for name, p in self.named_parameters() if name.endswith("weight")]
+        return F.linear(x, torch.stack(weights).mean(0)), x.sum(1)
+
+
+@pytest.mark.parametrize("kind", [Penalised, Averaged])
+@pytest.mark.parametrize("is_frozen_at_first", [False, True])
+def test_what_is_computed_with_parameters_alone_has_its_gradient(kind, is_frozen_at_first):
+    model = kind()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        if is_frozen_at_first:
+            with torch.no_grad():
+                pipe(X)
+        for _ in range(2):
+            grads = []
+            for call in pipe, model:
+                model.zero_grad()
+                output, penalty = call(X)
+                (output.square().mean() + penalty.mean()).backward()
+                grads.append([None if p.grad is None else p.grad for p in model.parameters()])
+            torch.testing.assert_close(*grads)
+
+
+def test_symbolic_tracing_says_so():
+    with (
+        fxpipe.compile(Penalised(), ["cpu"] * 2, chunks=2, tracer="symbolic") as pipe,
+        pytest.raises(fxpipe.TraceError, match="it does not get by their names"),
+    ):
+        pipe(X)
