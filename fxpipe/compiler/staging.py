@@ -403,7 +403,13 @@ class Staging(ABC):
             guards=Guards(
                 call,
                 _kind(prepared.traced, None if meaning.listed else chunks),
-                Premises(self.model, premises, twin.tensors(prepared.traced.folded)),
+                Premises(
+                    self.model,
+                    premises,
+                    twin.tensors(prepared.traced.folded),
+                    has_sizes=prepared.traced.front_end != "symbolic",
+                    stateful=STATEFUL,
+                ),
                 prepared.traced.largest_batch,
                 prepared.traced.sizes,
                 self._parts(prepared.traced),

@@ -60,10 +60,11 @@ def is_flag(name: str) -> bool:
 
 
 def flag_of(module: nn.Module, name: str) -> bool | None:
-    """Whether a module's parameter requires a gradient, for ``name`` "weight.requires_grad". None
-    where there is no such parameter, and for :data:`OF_INPUTS`."""
-    parameter = module._parameters.get(name.removesuffix(_SUFFIX))
-    return None if parameter is None else parameter.requires_grad
+    """Whether a module's parameter or buffer requires a gradient, for ``name``
+    "weight.requires_grad". None where there is no such tensor, and for :data:`OF_INPUTS`."""
+    own = name.removesuffix(_SUFFIX)
+    tensor = module._parameters.get(own, module._buffers.get(own))
+    return None if tensor is None else tensor.requires_grad
 
 
 def read_again(module: nn.Module, name: str) -> None:
@@ -81,13 +82,15 @@ def _is_read_by_a_model() -> bool:
 
 
 def _places(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:
-    """The flags that decide a tensor's: that of a parameter itself; else all that there are."""
-    parameters = [
-        (module, name + _SUFFIX, parameter)
+    """The flags that decide a tensor's: that of a parameter or a buffer itself; else all that there
+    are."""
+    known = [
+        (module, name + _SUFFIX, own)
         for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
+        for table in (module._parameters, module._buffers)
+        for name, own in table.items()
+        if own is not None
     ]
-    its_own = [(module, name) for module, name, parameter in parameters if parameter is tensor]
-    every = [(module, name) for module, name, _ in parameters]
+    its_own = [(module, name) for module, name, own in known if own is tensor]
+    every = [(module, name) for module, name, _ in known]
     return its_own or [*every, (model, OF_INPUTS)]

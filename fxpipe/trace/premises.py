@@ -166,15 +166,32 @@ class Premises:
         reads: the attributes that were read during the trace, with the states they had then.
         folded: the tensors of the model of which the graph has something as a constant: they must
             not be written to.
+        has_sizes: whether the sizes of buffers are constants of the graph, as export makes them. In
+            a symbolic graph they are not; but there, too, a forward may have asked which there are.
+        stateful: the modules whose forward runs in each call, so that their buffers may change.
 
     An attribute that the forward assigns before it reads it is no premise: the graph computes it.
     Such an attribute is recognised after the trace, when all attributes have been put back: its
     state then differs from the one that was read.
     """
 
-    def __init__(self, model: nn.Module, reads: Reads, folded: Iterable[Tensor] = ()) -> None:
-        self._parameters = [m._parameters for m in model.modules() if m._parameters]
+    def __init__(
+        self,
+        model: nn.Module,
+        reads: Reads,
+        folded: Iterable[Tensor] = (),
+        *,
+        has_sizes: bool = True,
+        stateful: Collection[nn.Module] = (),
+    ) -> None:
+        tables = [(m, m._parameters, m._buffers) for m in model.modules() if _has_tables(m)]
+        self._parameters = [own for _, own, _ in tables if own]
         self._shapes = self._shapes_now()
+        self._without_parameters = [own for _, own, _ in tables if not own]
+        self._buffers = [(m, own) for m, _, own in tables if own and m not in stateful]
+        self._without_buffers = [own for m, _, own in tables if not own and m not in stateful]
+        self._state_of_buffer = _shape if has_sizes else _is_there
+        self._states_of_buffers = self._buffers_now()
         self._ties = Ties(model)
         self._folded = [(t, version_of(t)) for t in folded if not t.is_inference()]
         states: dict[nn.Module, dict[str, Any]] = {}
@@ -189,6 +206,9 @@ class Premises:
         """Whether a graph that depends on these premises still computes what the model does."""
         return (
             self._shapes_now() == self._shapes
+            and self._buffers_now() == self._states_of_buffers
+            and not any(self._without_parameters)
+            and not any(self._without_buffers)
             and self._ties.hold()
             and not self._written
             and not any(place.tensor is not tensor for place, tensor in self._held)
@@ -239,8 +259,10 @@ class Premises:
             return (
                 f"{written[0]} has been written to, and the graph has a constant computed from it"
             )
-        if self._shapes_now() != self._shapes:
+        if self._shapes_now() != self._shapes or any(self._without_parameters):
             return "shapes of parameters have changed"
+        if changed := self._changed_buffers(paths):
+            return changed
         if changed := self._ties.changed():
             *places, are_one = changed
             one, other = (_path(paths, place.module, place.name) for place in places)
@@ -248,7 +270,7 @@ class Premises:
         for place, tensor in self._held:
             if place.tensor is not tensor:
                 path = _path(paths, place.module, place.name)
-                return f"{path} is another tensor, and an attribute still has the former one"
+                return f"{path} is another tensor than the one with which the graph was made"
         return ""
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
@@ -263,7 +285,8 @@ class Premises:
         for owner in owners:
             contents |= owner.contents()
         self._contents = list(contents.values())
-        self._held = self._ties.held(tensor for o in owners for tensor in o.tensors())
+        constants = (tensor for tensor, _ in self._folded)
+        self._held = self._ties.held([*constants, *(t for o in owners for t in o.tensors())])
         # The rest is the same once more, in lists that take little time to compare.
         self._modules = [owner.module for owner in owners]
         self._kinds = [owner.kind for owner in owners]
@@ -288,9 +311,43 @@ class Premises:
         )
 
     def _shapes_now(self) -> list[Any]:
-        return [
-            t if t is None else (t.shape, t.dtype) for d in self._parameters for t in d.values()
-        ]
+        return [_shape(t) for own in self._parameters for t in own.values()]
+
+    def _buffers_now(self) -> list[dict[str, Any]]:
+        state = self._state_of_buffer
+        return [{name: state(t) for name, t in own.items()} for _, own in self._buffers]
+
+    def _changed_buffers(self, paths: Mapping[nn.Module, str]) -> str:
+        """The first buffer that has come, gone or got another size, in words; "" if none has."""
+        if any(self._without_buffers):
+            return "buffers have been added"
+        states = zip(self._buffers, self._states_of_buffers, self._buffers_now(), strict=True)
+        for (module, _), then, now in states:
+            for name in {**then, **now}:
+                if then.get(name) != now.get(name):
+                    before, after = (_buffer_said(each.get(name)) for each in (then, now))
+                    return f"the buffer {_path(paths, module, name)}: {before} → {after}"
+        return ""
+
+
+def _has_tables(module: nn.Module) -> bool:
+    """Whether a module has its parameters and buffers in dicts, as one of TorchScript has not."""
+    return isinstance(vars(module).get("_parameters"), dict)
+
+
+def _shape(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _is_there(tensor: Tensor | None) -> Any:
+    return None if tensor is None else True
+
+
+def _buffer_said(state: Any) -> str:
+    if isinstance(state, tuple):
+        shape, dtype = state
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return "none" if state is None else "a tensor"
 
 
 class _Owner:

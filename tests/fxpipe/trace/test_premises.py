@@ -613,3 +613,70 @@ def test_each_of_many_exchanges_of_a_module_without_parameters_is_seen() -> None
         for factor in range(1, 9):
             model[1] = Times(float(factor))
             torch.testing.assert_close(pipe(x), model(x))
+
+
+class Remembers(nn.Module):
+    """Goes by a buffer: whether there is one, how many values it has, and of which type."""
+
+    def __init__(self, goes_by):
+        super().__init__()
+        self.mlp, self.goes_by = MLP(), goes_by
+        self.register_buffer("memory", torch.ones(12))
+        self.register_buffer("later", None)
+
+    def forward(self, x):
+        return self.goes_by(self, self.mlp(x))
+
+
+GOES_BY = {
+    "none": lambda m, x: x if m.later is None else x + m.later,
+    "in vain": lambda m, x: x if getattr(m, "later", None) is None else x + m.later,
+    "size": lambda m, x: x + m.memory.sum() if m.memory.numel() > 12 else x,
+    "length": lambda m, x: x * len(m.memory),
+    "type": lambda m, x: x + m.memory.sum() if m.memory.is_floating_point() else x,
+    "loop": lambda m, x: x + sum(value * 2 for value in m.memory),
+    "all": lambda m, x: x + sum(buffer.sum() for buffer in m.buffers()),
+}
+
+
+@pytest.mark.parametrize("goes_by", GOES_BY)
+def test_a_buffer_may_come_and_go_and_be_of_another_size_or_type(goes_by):
+    model = Remembers(GOES_BY[goes_by])
+    with compiled(model) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        for name, value in [
+            ("later", torch.ones(12)),
+            ("memory", torch.ones(24)),
+            ("memory", torch.ones(24).long()),
+            ("later", None),
+        ]:
+            setattr(model, name, value)
+            torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_tensors_of_modules_that_had_none_are_seen():
+    class Adds(MLP):
+        def forward(self, x):
+            more = [t.sum() for t in (*self.parameters(False), *self.buffers(False))]
+            return super().forward(x) + sum(more)
+
+    model = Adds()
+    with compiled(model) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        model.register_buffer("own", torch.ones(3))
+        torch.testing.assert_close(pipe(X), model(X))
+        model.register_parameter("bias", nn.Parameter(torch.ones(3)))
+        torch.testing.assert_close(pipe(X), model(X))
+        assert [each.why for each in pipe.compilations[1:]] == [
+            ("buffers have been added",),
+            ("shapes of parameters have changed",),
+        ]
+
+
+def test_it_is_said_which_buffer_has_changed():
+    model = Remembers(GOES_BY["loop"])
+    with compiled(model) as pipe:
+        pipe(X)
+        model.memory = torch.ones(24)
+        pipe(X)
+        assert pipe.compilations[1].why == ("the buffer memory: float32 [12] → float32 [24]",)

@@ -139,7 +139,7 @@ def test_a_tensor_that_an_attribute_holds_too_is_tied_to_the_attribute(change, n
     with fxpipe.compile(model, ["cpu", "cpu"], chunks=4) as pipe:
         torch.testing.assert_close(pipe(X), model(X))
         change(model)
-        said = f"{name} is another tensor, and an attribute still has the former one"
+        said = f"{name} is another tensor than the one with which the graph was made"
         assert pipe.guards.failure(X) == said
         torch.testing.assert_close(pipe(X), model(X))
 
