@@ -20,7 +20,7 @@ from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.by_graph import ByGraph
 from fxpipe.meaning.candidates import InDims, agree, rows_in
-from fxpipe.meaning.check import TRIALS, Verdict, check
+from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError
@@ -32,7 +32,7 @@ from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
 from fxpipe.meaning.sample import part, sampled
 from fxpipe.meaning.stilled import batch_norms, dropouts
-from fxpipe.meaning.trial import SIZES, Question, Trial, of_own_values, ran, taken
+from fxpipe.meaning.trial import SIZES, TRIALS, Question, Trial, of_own_values, ran, taken
 from fxpipe.meaning.values_read import differing_value
 from fxpipe.meaning.weights import (
     Fill,

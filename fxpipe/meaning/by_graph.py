@@ -33,7 +33,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.meaning.alike import keeps_rows_apart, treats_rows_alike
 from fxpipe.meaning.check import Verdict, check_graph, is_joined
 from fxpipe.meaning.runs import ModelRuns
-from fxpipe.meaning.sample import batch_size
+from fxpipe.meaning.sample import OF_TWINS, batch_size
 from fxpipe.meaning.trial import APART, FEWEST, SIZES, Question
 from fxpipe.trace import Traced
 from fxpipe.trace.checks import EXPORT_TOLERANCE
@@ -68,8 +68,15 @@ class ByGraph:
         """The verdict if the graph is the model's, and rows are independent; None if one of both
         is not so, or has not been seen."""
         sizes = APART if self._are_apart else FEWEST if self._is_alike else SIZES[0]
+        # Where rows are treated alike, the third row of the only sample is far from the others.
+        twins = () if self._are_apart else (0,) if self._is_alike else (OF_TWINS,)
         question = Question(
-            self._of_the_whole, self.tensors, self.dims, [sizes], run_parts=self._of_a_part
+            self._of_the_whole,
+            self.tensors,
+            self.dims,
+            [sizes],
+            run_parts=self._of_a_part,
+            twins=twins,
         )
         found = check_graph(question)
         if found.trial is None or not found.is_exact or found.slight or found.unclear:

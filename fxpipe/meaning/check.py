@@ -61,7 +61,6 @@ from fxpipe.meaning.widened import WIDE, widened, without_autocast
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
-TRIALS = 5  # of which the first and the last one are those OF_PARTS_APART
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
 # may be a decision between nearly equal values.
@@ -207,7 +206,8 @@ def _checked(
     trial: Trial | None = None
     wide = _Wide(question)
     count = 0
-    for seed in range(TRIALS):
+    remaining = set(question.twins) if question.asks_for_twins() else set()
+    for seed in question.seeds:
         taken = _trial(question, seed, trial, verdict, levels)
         if taken is None:
             break
@@ -215,6 +215,7 @@ def _checked(
             continue  # any way of putting parts together fits
         verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
         trial, count = taken, count + 1
+        remaining.discard(seed)
         for path, compared in _but_for_rounding(question, trial, wide):
             found = told_from_a_mean(question, trial, path, compared)
             if ignored(path):
@@ -233,7 +234,8 @@ def _checked(
         if not question.has_values:
             break  # all samples are the same
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
-        if clear and is_likely and not _may_fit_by_chance(trial, question.dims):
+        is_enough = is_likely and not remaining
+        if clear and is_enough and not _may_fit_by_chance(trial, question.dims):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
@@ -451,7 +453,7 @@ def _trial(
     first: Trial | None = None  # of those that say nothing, taken where all are so
     for sizes, level in ways:
         own, dims, counts = question.tensors, question.dims, question.counts
-        tensors = sampled(own, dims, sizes, level, seed, counts)
+        tensors = sampled(own, dims, sizes, level, seed, counts, seed in question.twins)
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)

@@ -307,7 +307,7 @@ class _LossOfTarget:
         return [replace(trial, tensors=tensors) for trial in taken(loss, sample, [*self.dims, 0])]
 
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
-        question = Question(run, self.tensors, self.dims, counts=self.asked.counts)
+        question = Question(run, self.tensors, self.dims, counts=self.asked.counts, twins=())
         was_wide = self.is_wide
         with self._precision():
             verdict = check(question, is_likely=True)

@@ -42,6 +42,13 @@ parts, so that decisions by all rows show. In others rows differ from each other
 of largest values, say, are often the same in such samples, and hits of labels are none."""
 
 
+OF_TWINS = 2
+"""The seed of the sample in which a row of the second part is nearly one of the first part: rows may
+see each other by their distance, and those of other samples are far from each other."""
+
+NEAR = 0.02  # of the way from a row to its twin
+
+
 @dataclass
 class Sample:
     """Two rows of the inputs that a mode has been compiled for.
@@ -109,6 +116,7 @@ def sampled(
     level: str,
     seed: int,
     counts: Sequence[Tensor] = (),
+    has_twins: bool = False,
 ) -> list[Tensor]:
     """A sample for parts of these sizes, which differs from the example as ``level`` says.
 
@@ -119,6 +127,8 @@ def sampled(
         counts: what some rows have more of than others, as a tensor with a number for each row: the
             first and the last row of the sample are to differ by it. By default, what is no number
             and, where integers are not mixed, the smallest and the largest ones.
+        has_twins: whether the first row of the second part is nearly the first row of the first
+            one, as far as it has real numbers.
     """
     rows = sum(sizes)
     draw = torch.Generator().manual_seed(seed)
@@ -146,6 +156,8 @@ def sampled(
                 chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
                 if level != MOVED and seed != OF_LABELS:
                     chosen = _with_a_pair(chosen, dim, sizes[0])
+                if has_twins and has_fractions(value):
+                    chosen = _with_a_twin(chosen, dim, sizes[0])
             value = chosen
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)
@@ -207,6 +219,14 @@ def _with_a_pair(rows: Tensor, dim: int, first: int) -> Tensor:
     other = first + 1 if largest == first else first
     numbers[other] = numbers[one]
     return numbers.reshape(rows.shape)
+
+
+def _with_a_twin(rows: Tensor, dim: int, first: int) -> Tensor:
+    """Rows of real numbers, of which the one after the ``first`` ones is moved near the first."""
+    found = rows.clone()
+    one, other = found.select(dim, 0), found.select(dim, first)
+    other.copy_(torch.lerp(one, other, NEAR))
+    return found
 
 
 def _has_one_a_row(tensor: Tensor, dim: int) -> bool:

@@ -3,7 +3,7 @@ has given for the whole of a sample and for its parts (:class:`Trial`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeGuard
@@ -13,7 +13,15 @@ from torch import Tensor
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.listed import is_column, rows_of
-from fxpipe.meaning.sample import GIVEN, LEVELS, batch_size, part, spread
+from fxpipe.meaning.sample import (
+    GIVEN,
+    LEVELS,
+    OF_TWINS,
+    batch_size,
+    has_fractions,
+    part,
+    spread,
+)
 from fxpipe.runtime.microbatch import Dim
 
 # The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
@@ -22,6 +30,7 @@ from fxpipe.runtime.microbatch import Dim
 SIZES = (1, 3), (3, 2), (4, 2)
 FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
 APART = (1, 1)  # where they are known to stay apart as well
+TRIALS = 5  # of which the first and the last one are those OF_PARTS_APART
 OWN = 16  # the most rows of a sample of the mini-batch's own values, which confirms a remedy
 
 
@@ -43,6 +52,8 @@ class Question:
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
         said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
+        twins: the seeds of the samples in which rows of two parts are nearly equal. They are not
+            left out, however clear the first sample is.
     """
 
     run: Callable[[list[Tensor]], tuple[Any, Hashable]]
@@ -53,6 +64,17 @@ class Question:
     run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
     counts: Sequence[Tensor] = ()
     said: Mapping[str, Dim] = field(default_factory=dict)
+    twins: Collection[int] = (OF_TWINS,)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the samples, in the order in which these are taken."""
+        return sorted(range(TRIALS), key=lambda seed: (seed != 0, seed not in self.twins, seed))
+
+    def asks_for_twins(self) -> bool:
+        """Whether rows have real numbers, by which they may be near each other."""
+        cut = (t for t, dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
+        return any(not is_column(t) and not t.is_meta and has_fractions(t) for t in cut)
 
     @property
     def levels(self) -> Sequence[str]:
