@@ -322,19 +322,6 @@ def non_reentrant_generator() -> tuple[str, bool]:
     return f"{name}_impl" if is_by_name else name, is_by_name
 
 
-def edge_at(tensor: Tensor) -> torch.autograd.graph.GradientEdge:
-    """The edge of the autograd graph at which a backward from a tensor starts. The tensor is the
-    result of an operator.
-
-    As ``torch.autograd.graph.get_gradient_edge``, which first looks at what kind of tensor it is.
-    """
-    node = tensor.grad_fn
-    # A node in Python does not keep its graph alive: the edge gets one that does.
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return torch.autograd.graph.get_gradient_edge(tensor)
-    return torch.autograd.graph.GradientEdge(node, tensor.output_nr)
-
-
 _WITHOUT_OWN_BACKWARD = {Tensor, torch.nn.Parameter, torch.autograd.graph.GradientEdge}
 
 
@@ -358,7 +345,7 @@ def run_backward(
         accumulate: whether gradients are added to ``.grad``. If not, they are returned, and a
             RuntimeError is raised if the backward does not reach one of the inputs.
     """
-    if not _WITHOUT_OWN_BACKWARD.issuperset(map(type, (*roots, *inputs))):
+    if not {*map(type, roots), *map(type, inputs)} <= _WITHOUT_OWN_BACKWARD:
         # A subclass of Tensor may have a backward of its own.
         if not accumulate:
             return torch.autograd.grad(roots, inputs, grads, retain_graph=retain_graph)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -236,7 +235,6 @@ class Lanes:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._are_on_cpu = all(device.type == "cpu" for device in devices)
         self._reset()
 
     def _reset(self) -> None:
@@ -255,19 +253,7 @@ class Lanes:
 
         Returns the value of the program's output. Raises the first error of an instruction, after
         all lanes have ended their parts of the run.
-
-        Where lanes on the CPU have so little to do that one of them alone takes less time, it does
-        the work of all. A run that is recorded shows each lane.
         """
-        trial = program.trial
-        in_one = program.in_one if record is None and trial.takes_other() else None
-        begin = time.perf_counter()
-        output = self._run(in_one or program, values, record)
-        if self._are_on_cpu and record is None:
-            trial.note(in_one is not None, time.perf_counter() - begin)
-        return output
-
-    def _run(self, program: Program, values: Sequence[Any], record: Record | None) -> Any:
         run = _ProgramCall(list(program.lanes), record)
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]

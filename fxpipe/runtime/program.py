@@ -9,10 +9,6 @@
 Cell (i, j) is stage j on micro-batch i. A lane runs its nodes in the graph's order, posts their
 values to the other lanes that need them, and forgets each value after its last use in the lane.
 Where no lanes are given the caller runs all nodes, in its own thread.
-
-All threads share Python's interpreter. Where stages compute hardly anything, lanes take it from
-each other at each operator, and have to be woken each time. So a program for several lanes also has
-a twin, with all stages in the first of them.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import Any
 
 from torch import fx, nn
@@ -28,12 +23,8 @@ from torch import fx, nn
 from fxpipe.ir.graph import STAGE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.runtime.source import Instruction, LaneFunction
-from fxpipe.runtime.trial import Trial
 
 CALLER = -1
-
-BRIEF = 50e-6
-"""Seconds. A run that takes more for each of its instructions does more than Python's work."""
 
 
 @dataclass
@@ -43,8 +34,6 @@ class Program:
     inputs: dict[fx.Node, tuple[int, ...]]  # placeholders, each with the lanes that use its value
     output: fx.Node  # the caller's last instruction
     lanes: dict[int, list[Instruction]] = field(default_factory=dict)
-    lower_in_one: Callable[[], Program] | None = None
-    """Makes the same program with all stages in the first lane, if there are others, too."""
     _functions: dict[tuple[int, bool], LaneFunction] = field(default_factory=dict, repr=False)
 
     def function(self, lane: int, timed: bool = False) -> LaneFunction:
@@ -59,22 +48,6 @@ class Program:
                 lane, self.lanes[lane], inputs, alone=len(self.lanes) == 1, timed=timed
             )
         return self._functions[key]
-
-    @cached_property
-    def in_one(self) -> Program | None:
-        """The same program with all stages in the first lane, its functions written; None if there
-        is no other lane."""
-        if self.lower_in_one is None:
-            return None
-        program = self.lower_in_one()
-        for lane in program.lanes:
-            program.function(lane)
-        return program
-
-    @cached_property
-    def trial(self) -> Trial:
-        """Whether it takes less time to run the program in one lane."""
-        return Trial(BRIEF * sum(map(len, self.lanes.values())))
 
 
 def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Program:
@@ -96,8 +69,6 @@ def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Prog
         return tuple(lane for lane in lanes if lane != lane_of[node])
 
     program = Program({node: others(node) for node in inputs}, gm.graph.output_node())
-    if placement is not None and len({*placement}) > 1:
-        program.lower_in_one = partial(lower, gm, placement=[0] * len(placement))
     last_use = _last_uses(lane_of)
     arrived: set[tuple[int, fx.Node]] = set()
     program.lanes = {lane: [] for lane in sorted({CALLER, *lane_of.values()})}

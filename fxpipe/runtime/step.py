@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.ir._torch import SET_GRAD_ENABLED, edge_at, lean, pytree, run_backward
+from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, no_scalar
 from fxpipe.runtime.checkpointing.offload import Offload
@@ -161,10 +161,6 @@ class _GraphEntry(torch.autograd.Function):
         return None, None, None, None
 
 
-_ENTRY: type = _GraphEntry._backward_cls
-"""The type of the nodes at which autograd graphs of tapes begin."""
-
-
 def recording() -> Tape | None:
     """The tape of the forward that runs in this thread, whose backward may have a second half. None
     if no forward is recorded, or nothing may be put off in it."""
@@ -179,7 +175,7 @@ def _end(leaf: Any) -> Any:
     needs the result.
     """
     is_made = type(leaf) is Tensor and leaf.grad_fn is not None
-    return edge_at(leaf) if is_made else leaf
+    return get_gradient_edge(leaf) if is_made else leaf
 
 
 def _has_history(value: Any) -> bool:
@@ -288,8 +284,7 @@ def loss(
         return (_by_itself(value),)
 
     (value,) = tape.record(run, (output,))
-    leaves = leaves_of(tape.results[0], _ENTRY)
-    homes = homes_of(leaves, [stage.stage for stage in stages])
+    homes = homes_of(leaves_of(*tape.results), [stage.stage for stage in stages])
     tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
     if any(stage.is_elsewhere for stage in tape.homes.values()):
         raise ValueError(
@@ -407,9 +402,9 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         return tuple(values)
 
     def move(value: Any) -> Any:
-        if type(value) is not Tensor and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             return value
-        if is_host and value.is_cpu:  # it is there, and no stream makes it
+        if is_host and value.device == device:  # it is there, and no stream makes it
             result = value.detach()
         else:
             arrived = moved(value, device, source)
@@ -528,7 +523,7 @@ class _InHalves(torch.autograd.Function):
             named = {name: start(value) for name, value in kwargs.items()}
             output = function(*given, **named)
         # The backward starts at this edge. To keep the output instead would keep its memory.
-        ctx.end = edge_at(output)
+        ctx.end = get_gradient_edge(output)
         return output.detach()
 
     @staticmethod

@@ -3,7 +3,6 @@
 ::
 
     python -m tests.benchmarks.host
-    python -m tests.benchmarks.host --apart             # lanes keep threads of their own
     python -m tests.benchmarks.host --one-core          # without what waking threads costs
     python -m tests.benchmarks.host --dropout           # each stage draws random numbers, too
     python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
@@ -15,10 +14,9 @@ PyTorch's own bookkeeping. It is given in CPU microseconds (of all threads) for 
 micro-batch, forward and backward. Since all lanes of a process share one interpreter, a stage on an
 accelerator cannot take less than this.
 
-On the CPU, lanes with so little to do come to share one thread. On accelerators they never do, and
-``--apart`` shows what that costs: lanes want the interpreter at the same time, take it from each
-other at each operator, and have to be woken each time, which on some machines takes longer than the
-Python of a stage. ``--one-core`` keeps all threads on one core, without that.
+On several cores, lanes with so little to do want the interpreter at the same time: they take it
+from each other at each operator, and have to be woken each time, which on some machines takes
+longer than the Python of a stage. ``--one-core`` keeps all threads on one core, without that.
 
 torch.distributed.pipelining runs in one rank with one stage, so nothing is sent; torchgpipe is
 measured if it is installed (pip install --no-deps torchgpipe==0.0.7).
@@ -43,7 +41,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.runtime import lanes
 from fxpipe.runtime.streams import has_streams
-from fxpipe.runtime.trial import Trial
 from tests.benchmarks.timing import show
 
 WIDTH, CHUNKS = 8, 8
@@ -159,22 +156,13 @@ def profile(run: Run, times: int, lines: int) -> None:
 @click.option("--stages", default="1,2,4", show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--dropout", "draws", is_flag=True, help="Behind the linear layer of each stage.")
-@click.option("--apart", is_flag=True, help="Each lane keeps a thread of its own.")
 @click.option("--one-core", is_flag=True, help="Keep all threads on one core (Linux).")
 @click.option("--device", default="cpu", show_default=True, help="All lanes are on this one.")
 @click.option("--profile", "profiled", help="Where the time of this run goes: 1f1b, pipe(x), ...")
 def main(
-    stages: str,
-    rounds: int,
-    draws: bool,
-    apart: bool,
-    one_core: bool,
-    device: str,
-    profiled: str | None,
+    stages: str, rounds: int, draws: bool, one_core: bool, device: str, profiled: str | None
 ) -> None:
     torch.set_num_threads(1)
-    if apart:
-        Trial.takes_other = lambda _: False  # type: ignore[method-assign]
     if one_core:  # threads that are started from now on inherit it
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     place = torch.device(device)

@@ -281,26 +281,6 @@ def test_backwards_are_numbered_and_call_back_at_their_end():
     assert does_not_exist_in_public(torch.autograd.graph, *names)
 
 
-def test_the_edge_at_a_tensor_is_pytorchs_and_keeps_the_graph_of_a_node_in_python():
-    class Thrice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 3 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 3 * grad
-
-    x = torch.ones(2, requires_grad=True)
-    several = (x * x).unbind()
-    assert [_torch.edge_at(one)[:2] for one in several] == [(several[0].grad_fn, i) for i in (0, 1)]
-    assert _torch.edge_at(several[1]) == torch.autograd.graph.get_gradient_edge(several[1])
-    edge = _torch.edge_at(Thrice.apply(x))  # nobody else has the result
-    assert edge.ownership_token is not None
-    _torch.run_backward((edge,), (torch.ones(2),))
-    assert x.grad.equal(torch.full((2,), 3.0))
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 def test_the_engine_runs_backwards_without_the_checks_of_the_public_functions(kind):
     weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)

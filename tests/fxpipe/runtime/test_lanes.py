@@ -93,41 +93,6 @@ def test_each_stage_has_its_thread_and_keeps_it(pipe):
     assert threading.get_ident() not in threads["a"] | threads["b"]
 
 
-def test_stages_with_hardly_any_work_come_to_share_a_thread_and_keep_their_bits(pipe, monkeypatch):
-    monkeypatch.setattr("fxpipe.runtime.trial.Trial.takes_other", lambda trial: trial._runs >= 2)
-    x = torch.randn(8, 4)
-    outputs, threads = [], []
-    for _ in range(4):
-        calls.clear()
-        outputs.append(pipe(x))
-        threads.append({thread for _, thread in calls})
-    assert [len(each) for each in threads] == [2, 2, 1, 1]
-    assert threads[3] < threads[0] and threading.get_ident() not in threads[3]
-    assert all(map(outputs[0].equal, outputs))
-
-
-def test_stages_that_wait_for_something_else_stay_apart(pipe):
-    trouble.update(a=lambda x: time.sleep(0.001), b=lambda x: time.sleep(0.001))
-    for _ in range(8):
-        calls.clear()
-        pipe(torch.randn(8, 4))
-        assert len({thread for _, thread in calls}) == 2
-
-
-def test_what_fails_in_a_shared_thread_fails_the_call(pipe, monkeypatch):
-    monkeypatch.setattr("fxpipe.runtime.trial.Trial.takes_other", lambda trial: True)
-
-    def fail(x):
-        raise KeyError("b")
-
-    trouble.update(b=fail)
-    with pytest.raises(KeyError) as info:
-        pipe(torch.randn(8, 4))
-    assert "stage 1" in info.value.__notes__[0]
-    trouble.clear()
-    assert pipe(torch.randn(8, 4)).shape == (8, 4)
-
-
 def test_stages_run_at_the_same_time(pipe):
     # Both stages are in the middle of something at once: each waits for the other to be there.
     meeting = threading.Barrier(2, timeout=30)

@@ -31,18 +31,6 @@ def test_lanes_keep_the_graphs_order_and_have_all_of_it():
     assert sum(map(len, lanes.lanes.values())) == len(nodes)
 
 
-def test_a_program_for_several_lanes_has_a_twin_for_one_and_no_other_has():
-    _, inline, lanes = programs()
-    one = lanes.in_one
-    assert one is lanes.in_one and sorted(one.lanes) == [CALLER, 0]
-    assert inline.in_one is None and one.in_one is None
-    ours, theirs = (
-        [i.node for i in lane_ if i.node not in inline.inputs]
-        for lane_ in (one.lanes[0], sorted(lanes.lanes[0] + lanes.lanes[1], key=lambda i: i.node))
-    )
-    assert ours == theirs, "in the order of the graph"
-
-
 def test_every_value_that_a_lane_needs_from_another_is_posted_to_it():
     _, _, program = programs()
     posted = {(i.node, lane) for lane_ in program.lanes.values() for i in lane_ for lane in i.posts}
