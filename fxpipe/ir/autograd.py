@@ -29,6 +29,28 @@ def leaf_of(node: Node) -> Tensor | None:
     return node.variable if type(node) is _ACCUMULATION else None
 
 
+def leaves_reached(starts: Iterable[Node], ends: type | None = None) -> list[Tensor]:
+    """The leaves that a backward from these nodes visits, each once, in the order of
+    :func:`reached`. The walk goes past no node of the type ``ends``.
+
+    It is a loop of its own, since the loss of each micro-batch is walked through. Each node that it
+    looks at costs PyTorch an object of Python.
+    """
+    nodes = list(dict.fromkeys(starts))
+    seen = set(nodes)
+    leaves = []
+    for node in nodes:  # the list grows while it is walked
+        kind = type(node)
+        if kind is _ACCUMULATION:
+            leaves.append(node.variable)
+        elif kind is not ends:
+            for function, _ in node.next_functions:
+                if function is not None and function not in seen:
+                    seen.add(function)
+                    nodes.append(function)
+    return leaves
+
+
 def next_edges(node: Node) -> Sequence[Edge]:
     """Where the gradients go that a node gives."""
     edges: Sequence[Edge] = node.next_functions

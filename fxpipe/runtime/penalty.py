@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fxpipe.ir._torch import gradient_hooks, results_of, sequence_number
-from fxpipe.ir.autograd import leaf_of, next_edges, reached
+from fxpipe.ir.autograd import leaf_of, leaves_reached, next_edges, reached
 
 Penalty = tuple[Tensor, Tensor]
 """A parameter, and the gradient that the loss has for it directly, not through the model's output.
@@ -31,12 +31,11 @@ The gradient is on the parameter's device, and was made on the one stream on whi
 there."""
 
 
-def leaves_of(values: Iterable[Any]) -> list[Tensor]:
+def leaves_of(values: Iterable[Any], ends: type | None = None) -> list[Tensor]:
     """The leaves of the autograd graph of some values, each once, in an order that the graph
-    alone determines."""
+    alone determines. ``ends``: the type of the nodes at which the graph is taken to end."""
     made = [v.node if isinstance(v, GradientEdge) else getattr(v, "grad_fn", None) for v in values]
-    starts = [node for node in made if node is not None]
-    return [leaf for node in reached(starts) if (leaf := leaf_of(node)) is not None]
+    return leaves_reached([node for node in made if node is not None], ends)
 
 
 def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:

@@ -161,6 +161,10 @@ class _GraphEntry(torch.autograd.Function):
         return None, None, None, None
 
 
+_ENTRY: type = _GraphEntry._backward_cls
+"""The type of the nodes at which autograd graphs of tapes begin."""
+
+
 def recording() -> Tape | None:
     """The tape of the forward that runs in this thread, whose backward may have a second half. None
     if no forward is recorded, or nothing may be put off in it."""
@@ -284,7 +288,8 @@ def loss(
         return (_by_itself(value),)
 
     (value,) = tape.record(run, (output,))
-    homes = homes_of(leaves_of(*tape.results), [stage.stage for stage in stages])
+    leaves = leaves_of(tape.results[0], _ENTRY)
+    homes = homes_of(leaves, [stage.stage for stage in stages])
     tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
     if any(stage.is_elsewhere for stage in tape.homes.values()):
         raise ValueError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fxpipe.ir.autograd import leaf_of, reached
+from fxpipe.ir.autograd import leaf_of, leaves_reached, reached
 
 
 def test_each_node_is_visited_once_and_those_nearer_to_the_results_first():
@@ -43,3 +43,15 @@ def test_only_the_node_that_accumulates_into_a_leaf_is_the_leafs():
     x, factor = (torch.ones(2, requires_grad=True) for _ in range(2))
     nodes = reached([Scaled.apply(x, factor).grad_fn])
     assert [leaf_of(node) for node in nodes] == [None, x, factor]
+
+
+def test_the_leaves_that_are_reached_come_in_the_order_of_the_walk_and_end_where_it_is_told_to():
+    x, factor, beside = (torch.ones(2, requires_grad=True) for _ in range(3))
+    scaled = Scaled.apply(x, factor)
+    value = (scaled + beside * beside).grad_fn
+    found = leaves_reached([value, value])
+    assert list(map(id, found)) == [
+        id(leaf) for node in reached([value]) if (leaf := leaf_of(node)) is not None
+    ]
+    assert set(map(id, found)) == {id(x), id(factor), id(beside)}
+    assert list(map(id, leaves_reached([value], type(scaled.grad_fn)))) == [id(beside)]
