@@ -43,8 +43,8 @@ of largest values, say, are often the same in such samples, and hits of labels a
 
 
 OF_TWINS = 2
-"""The seed of the sample in which a row of the second part is nearly one of the first part: rows may
-see each other by their distance, and those of other samples are far from each other."""
+"""The seed of the sample in which a row of the second part is nearly one of the first part, since
+rows may see each other by their distance, and those of other samples are far from each other."""
 
 NEAR = 0.02  # of the way from a row to its twin
 

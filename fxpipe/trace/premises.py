@@ -261,8 +261,8 @@ class Premises:
             )
         if self._shapes_now() != self._shapes or any(self._without_parameters):
             return "shapes of parameters have changed"
-        if changed := self._changed_buffers(paths):
-            return changed
+        if of_buffers := self._changed_buffers(paths):
+            return of_buffers
         if changed := self._ties.changed():
             *places, are_one = changed
             one, other = (_path(paths, place.module, place.name) for place in places)

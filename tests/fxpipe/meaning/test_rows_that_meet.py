@@ -117,3 +117,41 @@ def test_a_sample_of_rows_with_several_numbers_each_keeps_them():
     found: Tensor
     (found,) = sampled([edges], [0], (1, 3), WHOLE, 0)
     assert all(row in edges.tolist() for row in found.tolist())
+
+
+class Nearby(nn.Module):
+    """The sum over the rows within a distance, or their mean with weights that fall off with it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(3, 3), weight
+
+    def forward(self, x):
+        return self.weight(torch.cdist(x, x)) @ self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda distance: (distance < 0.3).float(),
+        lambda distance: (distance < 1).float(),
+        lambda distance: (-20 * distance.square()).softmax(1),
+        lambda distance: (-distance / 0.1).softmax(1),
+    ],
+    ids=["within 0.3", "within 1", "kernel", "exponential"],
+)
+def test_rows_that_see_those_near_them_are_refused(weight):
+    torch.manual_seed(0)
+    with (
+        fxpipe.compile(Nearby(weight), TWO, chunks=4) as pipe,
+        pytest.raises(fxpipe.BatchError, match="depends on which other rows there are"),
+    ):
+        pipe(torch.randn(64, 3))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (3, 2)])
+def test_of_twins_one_row_of_the_second_part_is_near_one_of_the_first(sizes: tuple[int, int]):
+    x = torch.randn(50, 8)
+    (found,) = sampled([x], [0], sizes, MIXED, 0, has_twins=True)
+    distances = torch.cdist(*found.split(sizes))
+    assert 0 < distances.min() < 0.05 * distances.max()
