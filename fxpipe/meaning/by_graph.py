@@ -69,7 +69,7 @@ class ByGraph:
         is not so, or has not been seen."""
         sizes = APART if self._are_apart else FEWEST if self._is_alike else SIZES[0]
         # Where rows are treated alike, the third row of the only sample is far from the others.
-        twins = () if self._are_apart else (0,) if self._is_alike else (OF_TWINS,)
+        twins = () if self._are_apart else (0,) if self._is_alike else OF_TWINS
         question = Question(
             self._of_the_whole,
             self.tensors,

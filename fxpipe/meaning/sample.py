@@ -42,9 +42,10 @@ parts, so that decisions by all rows show. In others rows differ from each other
 of largest values, say, are often the same in such samples, and hits of labels are none."""
 
 
-OF_TWINS = 2
-"""The seed of the sample in which a row of the second part is nearly one of the first part, since
-rows may see each other by their distance, and those of other samples are far from each other."""
+OF_TWINS = 2, 3
+"""The seeds of the samples in which a row of the second part is nearly one of the first part, since
+rows may see each other by their distance, and those of other samples are far from each other. The
+second one tells whether what differs in the first one was tipped by rounding errors."""
 
 NEAR = 0.02  # of the way from a row to its twin
 

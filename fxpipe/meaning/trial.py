@@ -3,7 +3,7 @@ has given for the whole of a sample and for its parts (:class:`Trial`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeGuard
@@ -52,8 +52,8 @@ class Question:
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
         said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
-        twins: the seeds of the samples in which rows of two parts are nearly equal. They are not
-            left out, however clear the first sample is.
+        twins: the seeds of the samples in which rows of two parts are nearly equal. The first of
+            these is not left out, however clear other samples are.
     """
 
     run: Callable[[list[Tensor]], tuple[Any, Hashable]]
@@ -64,7 +64,7 @@ class Question:
     run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
     counts: Sequence[Tensor] = ()
     said: Mapping[str, Dim] = field(default_factory=dict)
-    twins: Collection[int] = (OF_TWINS,)
+    twins: Sequence[int] = OF_TWINS
 
     @property
     def seeds(self) -> list[int]:
