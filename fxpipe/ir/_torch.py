@@ -585,9 +585,13 @@ def lost_tensors_as_constants() -> Iterator[None]:
         yield
 
 
-VMAP_BEGINS = predispatch._vmap_increment_nesting
-VMAP_ENDS = predispatch._vmap_decrement_nesting
-"""What torch.export leaves of a ``torch.vmap`` in its graphs: a call where it begins and ends."""
+TRANSFORMS = [
+    name for name in ("vmap", "jvp") if hasattr(predispatch, f"_{name}_increment_nesting")
+]
+TRANSFORM_BEGINS = {getattr(predispatch, f"_{name}_increment_nesting"): name for name in TRANSFORMS}
+TRANSFORM_ENDS = {getattr(predispatch, f"_{name}_decrement_nesting") for name in TRANSFORMS}
+"""What torch.export leaves of a ``torch.vmap``, and in later versions of a ``torch.func.jvp``, in its
+graphs: a call where it begins and ends."""
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast

@@ -37,7 +37,7 @@ from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
 from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
-from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps, has_size_by_values
+from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, has_size_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
@@ -425,7 +425,7 @@ def _on_the_model(
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             copies[node].meta |= _of_autocast(node)
     once.copied(graph, attributes)
-    enclose_vmaps(graph, attributes)
+    enclose_transforms(graph, attributes)
     without_whole_slices(graph)
     # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))

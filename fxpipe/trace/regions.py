@@ -8,7 +8,7 @@ could not be cut into different stages, or run one by one.
     x.index_add(0, rows, y)      size again
 
     _vmap_increment_nesting      operators between these two see one row of many, as under
-    _vmap_decrement_nesting      torch.vmap: they become one node together
+    _vmap_decrement_nesting      torch.vmap: they become one node together (so with torch.func.jvp)
 
 Such a group becomes a module, which takes all tensors that it needs as inputs, parameters too.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe.ir._torch import VMAP_BEGINS, VMAP_ENDS, schema_of
+from fxpipe.ir._torch import TRANSFORM_BEGINS, TRANSFORM_ENDS, schema_of
 from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
 
@@ -37,29 +37,33 @@ _COUNTS = {
 
 _KEPT = "stack_trace", "nn_module_stack"
 # For each kind of group: why it is one node, and how the user can make several nodes of it.
-_VMAP = "it is one call of torch.vmap", "call torch.vmap for its parts, one after the other"
+_TRANSFORMED = (
+    "it is one call of torch.vmap or torch.func.jvp",
+    "call it for its parts, one after the other",
+)
 _SIZES = "sizes within it depend on values of tensors", whole.WITHOUT_VALUES
 
 Attributes = dict[str, Any]
 """The modules that the nodes of a graph call, and the tensors that they get, by target."""
 
 
-def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
-    """Make one node of the operators from the one that opens a ``torch.vmap`` to the one that
-    closes it; a nested ``vmap`` is part of the outer one."""
+def enclose_transforms(graph: fx.Graph, attributes: Attributes) -> None:
+    """Make one node of the operators from the one that opens a ``torch.vmap``, or a
+    ``torch.func.jvp``, to the one that closes it; what is nested is part of the outer one."""
     depth = 0
-    regions: list[list[fx.Node]] = []
+    regions: list[list[Any]] = []
     for node in graph.nodes:
-        if node.target is VMAP_BEGINS:
+        if node.target in TRANSFORM_BEGINS:
             if not depth:
                 regions.append([])
             depth += 1
         if depth and node.op != "get_attr":
             regions[-1].append(node)
-        if node.target is VMAP_ENDS:
+        if node.target in TRANSFORM_ENDS:
             depth -= 1
     for number, nodes in enumerate(regions):
-        _enclose(graph, attributes, nodes, f"vmap_{number}", _VMAP)
+        name = f"{TRANSFORM_BEGINS[nodes[0].target]}_{number}"
+        _enclose(graph, attributes, nodes, name, _TRANSFORMED)
 
 
 def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:

@@ -475,9 +475,11 @@ def targets(function, *args):
     }
 
 
-def test_an_export_marks_where_a_vmap_begins_and_ends():
+def test_an_export_marks_where_a_transform_begins_and_ends():
     found = targets(lambda x: torch.vmap(torch.sin)(x), torch.ones(2))
-    assert {_torch.VMAP_BEGINS, _torch.VMAP_ENDS} <= found
+    if "jvp" in _torch.TRANSFORMS:
+        found |= targets(lambda x: torch.func.jvp(torch.sin, (x,), (x,)), torch.ones(2))
+    assert {*_torch.TRANSFORM_BEGINS, *_torch.TRANSFORM_ENDS} <= found
 
 
 def test_an_export_wraps_what_runs_under_autocast():

@@ -1,4 +1,5 @@
-"""What cannot stand by itself in a graph is one call: sizes that follow from values, and vmap."""
+"""What cannot stand by itself in a graph is one call: sizes that follow from values, and
+transforms such as vmap."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
 import fxpipe
+from fxpipe.ir._torch import TRANSFORMS
 from fxpipe.ir.printing import format_graph
 from fxpipe.trace import TraceError, trace
 from fxpipe.trace.whole import Whole
@@ -183,3 +185,26 @@ def test_vmap_is_one_call_whatever_is_within(checkpoint: str):
         loss_of(output).backward()
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
+
+
+class Slope(Layers):
+    """Gives a derivative of a part of itself along its input, by forward-mode differentiation."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, slope = torch.func.jvp(lambda x: self.inner(x).tanh(), (x,), (torch.ones_like(x),))
+        return self.last(y), slope
+
+
+@pytest.mark.skipif("jvp" not in TRANSFORMS, reason="torch.export does not trace it here")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_derivative_in_forward_mode_is_one_call(checkpoint: str):
+    model, x = Slope(), torch.randn(4, 6)
+    assert calls(trace(model, (x,)).graph_module) == ["jvp_0"]
+    with fxpipe.compile(model, ["cpu", "cpu"], chunks=2, checkpoint=checkpoint) as pipe:
+        found = []
+        for call in pipe, model:
+            model.zero_grad()
+            outputs = call(x)
+            sum(each.square().mean() for each in outputs).backward()
+            found.append((outputs, [p.grad for p in model.parameters()]))
+        torch.testing.assert_close(*found)
