@@ -294,11 +294,11 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
     if leaf.shape[0] != batch:
         raise ValueError(
             f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
-            f"{batch} rows (pipe.explain() says along which dimensions of the inputs they were "
-            "found; in_dims says it otherwise): its first dimension must be as large. "
-            f"{_along_another(leaf, batch)}"
+            f"{batch} rows: its first dimension must be as large. {_along_another(leaf, batch)}"
             "Where rows of several lengths are joined in it, pad them to one length, or give a "
             "list with one element for each row. What all rows share is the loss function's: an "
-            "attribute, or an argument by functools.partial(loss_fn, weight=weight)"
+            "attribute, or an argument by functools.partial(loss_fn, weight=weight). "
+            "(pipe.explain() says along which dimensions of the inputs these rows are; in_dims= "
+            "says it otherwise.)"
         )
     return True

@@ -590,8 +590,8 @@ TRANSFORMS = [
 ]
 TRANSFORM_BEGINS = {getattr(predispatch, f"_{name}_increment_nesting"): name for name in TRANSFORMS}
 TRANSFORM_ENDS = {getattr(predispatch, f"_{name}_decrement_nesting") for name in TRANSFORMS}
-"""What torch.export leaves of a ``torch.vmap``, and in later versions of a ``torch.func.jvp``, in its
-graphs: a call where it begins and ends."""
+"""What torch.export leaves of a ``torch.vmap``, and in later versions of a ``torch.func.jvp``, in
+its graphs: a call where it begins and ends."""
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
