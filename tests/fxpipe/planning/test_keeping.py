@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.planning.keeping import KEEPS_ALL
 from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.planning.question import CostSettings, PlanQuestion, costed
 from fxpipe.runtime.ambient import compiling
@@ -122,6 +123,24 @@ def test_modes_that_are_given_are_as_fast_as_where_they_are_chosen(part, options
     assert given.fits and given.seconds <= chosen.seconds * (1 + 1e-9)
 
 
+def test_the_best_of_all_cuts_is_not_searched_for_again_where_it_fits(monkeypatch):
+    parts, cut_up = [], PlannedLanes.cut_up
+
+    def noted(lanes, gm, partition, part, *args, **options):
+        parts.append(part)
+        return cut_up(lanes, gm, partition, part, *args, **options)
+
+    monkeypatch.setattr(PlannedLanes, "cut_up", noted)
+    free = plan(None, "always")
+    most = max(plan(None, "never").memory)
+    parts.clear()
+    found = plan(most, "always")  # there is room even for what keeps all
+    assert (found.partition, found.seconds) == (free.partition, free.seconds)
+    assert set(parts) == {None}, "a part of the memory is given for cuts under limits only"
+    plan(0.9 * max(free.memory), "always", checkpoint_segments="auto")
+    assert 1 in parts
+
+
 def test_the_modes_are_in_the_plans_text():
     limit = 0.7 * max(plan(None, "never").memory)
     assert "checkpoint: always, never" in str(plan(limit))
@@ -228,21 +247,43 @@ def test_numbers_that_are_given_are_not_changed_and_are_for_the_stages_that_are_
     assert other.seconds > found.seconds
 
 
-def test_a_stage_with_fewer_places_to_cut_than_a_way_has_segments_goes_the_nearest_way():
-    model, x = on_meta(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.zeros(64, 8))
-    settings = CostSettings("analytic", FREE_LINKS, 2)
+def linears(number, device):
+    """The lanes of a plan for linear layers on two such devices, and the cut in the middle."""
+    layers = (nn.Linear(8, 8) for _ in range(number))
+    model, x = on_meta(nn.Sequential(*layers), torch.zeros(64, 8))
     with compiling():
         prices, _ = costed(
             model,
             (x, {}),
-            settings,
+            CostSettings("analytic", device, 2),
             in_dims=None,
             tracer="auto",
             chunks=2,
             chain=fxpipe.default_chain(),
         )
-    lanes = PlannedLanes((FREE_LINKS,) * 2, (0, 1), "1f1b", 2, "auto", prices.chain, None)
-    cut = lanes.cut_up(prices.of(2), ["2"], None)  # two nodes in each stage
+    lanes = PlannedLanes((device,) * 2, (0, 1), "1f1b", 2, "auto", prices.chain, None)
+    return lanes, lanes.cut_up(prices.of(2), [str(number // 2)], None)
+
+
+@pytest.mark.parametrize("host", [1e3, 1e9, 1e15])
+def test_no_way_of_a_stage_takes_less_time_than_the_one_that_keeps_all(host):
+    lanes, cut = linears(8, replace(FREE_LINKS, host_bytes_per_s=host))
+    ways = [lanes.ways(cut, stage) for stage in range(2)]
+    assert {mode for mode, _ in ways[0]} >= {*MODES, OFFLOAD}
+
+    def seconds(*ways):
+        return lanes.step(cut, ways).timeline.makespan
+
+    for other in ways[1]:
+        least = seconds(KEEPS_ALL, other)
+        assert all(seconds(way, other) >= least * (1 - 1e-9) for way in ways[0])
+    for other in ways[0]:
+        least = seconds(other, KEEPS_ALL)
+        assert all(seconds(other, way) >= least * (1 - 1e-9) for way in ways[1])
+
+
+def test_a_stage_with_fewer_places_to_cut_than_a_way_has_segments_goes_the_nearest_way():
+    lanes, cut = linears(4, FREE_LINKS)  # two nodes in each stage
     assert lanes.nearest(cut, 0, ("always", 8)) == ("always", 2)
     assert lanes.nearest(cut, 0, ("always 1/2", 2)) == ("always 1/2", 2)
     assert lanes.nearest(cut, 0, ("always 3/4", 4)) == ("never", 1)
