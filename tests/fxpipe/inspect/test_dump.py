@@ -52,7 +52,8 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         "09-free",
         "10-tied",
         "11-split",
-        "12-devices",
+        "12-borders",
+        "13-devices",
     ]
     names = [
         entry.name
