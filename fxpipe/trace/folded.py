@@ -31,8 +31,6 @@ from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.trace.patches import patched
 
-# What is computed with these has no gradient.
-_WITHOUT_GRADIENTS = {torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default}
 # Methods that read a tensor's memory without an operator of PyTorch.
 _READERS = "tolist", "numpy", "__array__", "__dlpack__"
 
@@ -43,7 +41,8 @@ class Folded:
 
     Attributes:
         tensors: parameters, buffers, and those that other attributes hold.
-        trained: those from which something has been computed that has a gradient.
+        trained: those that require gradients, and from which something has been computed while
+            gradients are switched off: in other calls it has one.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -60,13 +59,13 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
             own.setdefault(memory_of(tensor), []).append(tensor)
     found, met = Folded(), set[int]()
 
-    def notice(value: Any, *, has_gradient: bool = False) -> None:
+    def notice(value: Any) -> None:
         for tensor in tensors_of(value):
             memory = memory_of(tensor)
             if memory in own and memory not in met:
                 met.add(memory)
                 found.tensors += own[memory]
-            if memory in own and has_gradient and tensor.requires_grad:
+            if memory in own and tensor.requires_grad and not torch.is_grad_enabled():
                 found.trained.append(tensor)
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,13 +87,10 @@ class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, notice: Callable[..., None]) -> None:
+    def __init__(self, notice: Callable[[Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notice = notice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_real = any(t.is_floating_point() or t.is_complex() for t in tensors_of(result))
-        has_gradient = is_real and func not in _WITHOUT_GRADIENTS
-        self.notice((args, kwargs or {}), has_gradient=has_gradient)
-        return result
+        self.notice((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))

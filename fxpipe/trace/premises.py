@@ -194,6 +194,7 @@ class Premises:
         self._states_of_buffers = self._buffers_now()
         self._ties = Ties(model)
         self._folded = [(t, version_of(t)) for t in folded if not t.is_inference()]
+        self._are_trained = [t.requires_grad for t, _ in self._folded]
         states: dict[nn.Module, dict[str, Any]] = {}
         for (module, name), state in reads.items():
             if state_of(module, name) == state:
@@ -211,6 +212,7 @@ class Premises:
             and not any(self._without_buffers)
             and self._ties.hold()
             and not self._written
+            and [t.requires_grad for t, _ in self._folded] == self._are_trained
             and not any(place.tensor is not tensor for place, tensor in self._held)
             and (self._are_the_same() or not self.broken())
             and all(_state(value) == state for value, state in self._contents)
@@ -259,6 +261,10 @@ class Premises:
             return (
                 f"{written[0]} has been written to, and the graph has a constant computed from it"
             )
+        for (tensor, _), is_trained in zip(self._folded, self._are_trained, strict=True):
+            if tensor.requires_grad is not is_trained:
+                now = f"{is_trained} → {tensor.requires_grad}"
+                return f"{_path_of(paths, tensor)}.requires_grad: {now}"
         if self._shapes_now() != self._shapes or any(self._without_parameters):
             return "shapes of parameters have changed"
         if of_buffers := self._changed_buffers(paths):

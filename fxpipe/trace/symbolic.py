@@ -149,6 +149,11 @@ class _SymbolicTracer(fx.Tracer):
         node.stack_trace = running_lines()
         return node
 
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and a.grad_fn is not None:
+            self.folded.trained.append(a)
+        return super().create_arg(a)
+
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:

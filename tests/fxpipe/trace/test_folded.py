@@ -129,13 +129,15 @@ class Averaged(Penalised):
 
 
 @pytest.mark.parametrize("kind", [Penalised, Averaged])
-@pytest.mark.parametrize("is_frozen_at_first", [False, True])
-def test_what_is_computed_with_parameters_alone_has_its_gradient(kind, is_frozen_at_first):
+@pytest.mark.parametrize("at_first", ["trained", "without gradients", "frozen"])
+def test_what_is_computed_with_parameters_alone_has_its_gradient(kind, at_first):
     model = kind()
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
-        if is_frozen_at_first:
-            with torch.no_grad():
-                pipe(X)
+        if at_first == "frozen":
+            model.first.requires_grad_(False)
+        with torch.set_grad_enabled(at_first != "without gradients"):
+            pipe(X)
+        model.requires_grad_(True)
         for _ in range(2):
             grads = []
             for call in pipe, model:
