@@ -79,7 +79,9 @@ def test_reports_say_that_a_loss_has_turned_out_to_be_no_mean_later():
 
 def test_no_weight_is_advised_for_a_loss_over_pairs_of_rows():
     text = said_of(contrastive)
-    assert "loss_weight" not in text
+    assert (
+        "with loss_weight=" not in text
+    )  # no weights of micro-batches make it right by themselves
     assert "means over different things" not in text
     assert "to get it, call loss_fn(pipe(x), target) and its backward" in text
 
@@ -88,7 +90,7 @@ def test_no_weight_is_advised_for_a_loss_over_pairs_of_rows():
 def test_the_sum_in_a_loss_is_to_be_divided_by_the_number_of_rows(loss_fn):
     text = said_of(loss_fn)
     assert "divide that sum by the number of rows" in text
-    assert "loss_weight" not in text
+    assert "with loss_weight=" not in text  # no weights of micro-batches make it right
 
 
 @pytest.mark.parametrize("loss_fn", [root, mean_of_weights])
@@ -183,3 +185,16 @@ def test_a_loss_function_that_returns_more_than_the_loss_is_told_what_to_do(retu
         pytest.raises(ValueError, match="and nothing beside it: compute what else"),
     ):
         pipe.step(X, target={"x": X, "labels": LABELS})
+
+
+@pytest.mark.parametrize("loss_fn", [mean_plus_sum, mean_minus_sum])
+def test_the_advice_for_a_mean_plus_a_sum_makes_it_that_of_the_whole_batch(loss_fn):
+    def as_a_sum(output, target):
+        mean = F.mse_loss(output, target)
+        return loss_fn(output, target) - mean + mean * len(target) / len(X)
+
+    model = nn.Linear(4, 4)
+    with fxpipe.compile(
+        model, ["cpu"], chunks=4, loss_fn=as_a_sum, loss_weight="sum", check=False
+    ) as pipe:
+        torch.testing.assert_close(pipe.step(X, target=X), loss_fn(model(X), X).detach())

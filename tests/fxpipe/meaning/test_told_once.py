@@ -27,7 +27,7 @@ class Siamese(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         one, other = (F.normalize(self.layers(x), dim=1) for x in (a, b))
-        return F.cross_entropy(10 * one @ other.T, torch.arange(len(a)))
+        return F.cross_entropy(10 * one @ other.T, torch.tensor([*range(len(a))]))
 
 
 class Towers(Siamese):
