@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir._torch import LazyGraphModule, OuterModule
+from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, HOME, STAGE, attribute, is_work
 from passes.partition.automatic import Auto
@@ -57,7 +57,7 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
         if is_work(node):
             own[node].meta.setdefault(COST, Cost())
             own[node].meta.pop(STAGE, None)
-    return LazyGraphModule(stage, graph)
+    return fx.GraphModule(stage, graph)
 
 
 def opened(gm: fx.GraphModule, counts: Sequence[int]) -> tuple[fx.GraphModule, list[int]]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.ir._torch import LazyGraphModule, OuterModule, pytree
+from fxpipe.ir._torch import OuterModule, pytree
 from fxpipe.ir.graph import (
     BROUGHT,
     CONTAINS,
@@ -202,7 +202,7 @@ def _stage_module(
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))
     graph.output_node().meta[ORIGIN] = tuple(node.meta.get(ORIGIN, node.name) for node in gives)
-    return LazyGraphModule(gm, graph, class_name=name)
+    return fx.GraphModule(gm, graph, class_name=name)
 
 
 def _names(once: fx.Node) -> tuple[str, ...]:
