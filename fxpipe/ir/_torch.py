@@ -585,18 +585,24 @@ def lost_tensors_as_constants() -> Iterator[None]:
         yield
 
 
-TRANSFORMS = [
-    name for name in ("vmap", "jvp") if hasattr(predispatch, f"_{name}_increment_nesting")
-]
-TRANSFORM_BEGINS = {getattr(predispatch, f"_{name}_increment_nesting"): name for name in TRANSFORMS}
-TRANSFORM_ENDS = {getattr(predispatch, f"_{name}_decrement_nesting") for name in TRANSFORMS}
+TRANSFORM_BEGINS = {predispatch._vmap_increment_nesting: "vmap"}
+TRANSFORM_ENDS = {predispatch._vmap_decrement_nesting}
 """What torch.export leaves of a ``torch.vmap``, and in later versions of a ``torch.func.jvp``, in
 its graphs: a call where it begins and ends."""
+if hasattr(predispatch, "_jvp_increment_nesting"):
+    TRANSFORM_BEGINS[predispatch._jvp_increment_nesting] = "jvp"
+    TRANSFORM_ENDS.add(predispatch._jvp_decrement_nesting)
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 """What Dynamo leaves of ``torch.no_grad``, ``torch.enable_grad`` and ``torch.autocast``."""
+
+
+def node_type(function: type) -> type:
+    """The type of the autograd nodes that calls of a ``torch.autograd.Function`` make."""
+    found: type = function._backward_cls  # type: ignore[attr-defined]
+    return found
 
 
 def rename(node: fx.Node, name: str) -> None:

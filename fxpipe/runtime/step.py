@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
+from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, node_type, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, no_scalar
 from fxpipe.runtime.checkpointing.offload import Offload
@@ -161,7 +161,7 @@ class _GraphEntry(torch.autograd.Function):
         return None, None, None, None
 
 
-_ENTRY: type = _GraphEntry._backward_cls
+_ENTRY = node_type(_GraphEntry)
 """The type of the nodes at which autograd graphs of tapes begin."""
 
 

@@ -477,7 +477,7 @@ def targets(function, *args):
 
 def test_an_export_marks_where_a_transform_begins_and_ends():
     found = targets(lambda x: torch.vmap(torch.sin)(x), torch.ones(2))
-    if "jvp" in _torch.TRANSFORMS:
+    if "jvp" in _torch.TRANSFORM_BEGINS.values():
         found |= targets(lambda x: torch.func.jvp(torch.sin, (x,), (x,)), torch.ones(2))
     assert {*_torch.TRANSFORM_BEGINS, *_torch.TRANSFORM_ENDS} <= found
 
@@ -931,3 +931,17 @@ def test_an_assertion_takes_the_truth_value_of_a_tensor():
     _torch.ASSERT(torch.ones(()).as_subclass(Asked), "wrong")
     assert asked and _torch.ASSERT.__code__ in asked
     assert does_not_exist_in_public(torch, "assert")
+
+
+def test_a_function_of_a_user_has_a_type_for_its_autograd_nodes():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    found = Doubled.apply(torch.ones(2, requires_grad=True))
+    assert type(found.grad_fn) is _torch.node_type(Doubled)
