@@ -585,8 +585,8 @@ def lost_tensors_as_constants() -> Iterator[None]:
         yield
 
 
-TRANSFORM_BEGINS = {predispatch._vmap_increment_nesting: "vmap"}
-TRANSFORM_ENDS = {predispatch._vmap_decrement_nesting}
+TRANSFORM_BEGINS: dict[Any, str] = {predispatch._vmap_increment_nesting: "vmap"}
+TRANSFORM_ENDS: set[Any] = {predispatch._vmap_decrement_nesting}
 """What torch.export leaves of a ``torch.vmap``, and in later versions of a ``torch.func.jvp``, in
 its graphs: a call where it begins and ends."""
 if hasattr(predispatch, "_jvp_increment_nesting"):
