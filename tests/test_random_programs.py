@@ -307,6 +307,12 @@ FOUND = [
         "except_last",
         [5, 7],
     ),
+    # A module with shared weights is called in a stage that gets its input from another device.
+    Case(
+        [Step("conv", 0, 0), Step("same_conv", 0, 0), Step("same_conv", 1, 0)],
+        *(2, 1, 1, "never", []),
+        names=2,
+    ),
 ]
 
 
@@ -324,6 +330,7 @@ FOUND = [
 @example(FOUND[10])
 @example(FOUND[11])
 @example(FOUND[12])
+@example(FOUND[13])
 @settings(
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

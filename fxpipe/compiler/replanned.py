@@ -93,7 +93,7 @@ class Replanned:
         """What is predicted for the cut and the modes that the model has, whether they fit or
         not."""
         asked = self.asked((None,) * len(self.options.lanes))
-        return replace(asked, partition=self.stages).answer()
+        return self._answer(replace(asked, partition=self.stages))
 
     def without_links(self) -> Plan:
         """What is predicted as it is, if nothing took time to travel between devices."""
@@ -101,13 +101,13 @@ class Replanned:
         specs = tuple(
             replace(spec, link_latency_s=0.0, link_bytes_per_s=float("inf")) for spec in asked.specs
         )
-        return replace(asked, specs=specs, partition=self.stages).answer()
+        return self._answer(replace(asked, specs=specs, partition=self.stages))
 
     def without_checkpoints(self) -> Plan:
         """What is predicted with this cut, if all activations were kept, whether they fit or
         not."""
         asked = self.asked((None,) * len(self.options.lanes))
-        return replace(asked, checkpoint="never", partition=self.stages).answer()
+        return self._answer(replace(asked, checkpoint="never", partition=self.stages))
 
     def with_options(self, **changed: Any) -> Plan:
         """What is predicted with some options changed: "chunks", "schedule", "stages",
@@ -128,7 +128,7 @@ class Replanned:
         )
         cut = asked.partition if asked.is_automatic else self.stages
         prices = replace(asked.prices, known={chunks: self._at(chunks)})
-        return replace(asked, **{"partition": cut, "prices": prices, **changed}).answer()
+        return self._answer(replace(asked, **{"partition": cut, "prices": prices, **changed}))
 
     def takes(self, chunks: int) -> bool:
         """Whether a mini-batch can be cut into so many micro-batches."""
@@ -168,6 +168,11 @@ class Replanned:
         )
         with self._as_traced(gm):
             return run(chain.passes(context, since="rows", until="shared"), gm)
+
+    def _answer(self, asked: PlanQuestion) -> Plan:
+        """The answer to a question. Passes run nodes at the borders of stages once more."""
+        with self._as_traced(self._at(self.chunks)):
+            return asked.answer()
 
     def _as_traced(self, gm: fx.GraphModule) -> AbstractContextManager[None]:
         """A context in which the parameters of a graph, which are with their stages by now, are

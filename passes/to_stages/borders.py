@@ -22,7 +22,8 @@ the view with each micro-batch, keeps these copies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -42,6 +43,7 @@ from fxpipe.ir.graph import (
     STAGE,
     VALUE,
     WORKSPACE,
+    attribute,
     is_work,
     stages_of,
 )
@@ -123,13 +125,27 @@ class _Recount:
 
     def run(self, arrived: Mapping[fx.Node, list[int]]) -> None:
         """Go through the nodes in order. ``arrived`` has the memories of inputs."""
-        for node in self.gm.graph.nodes:
-            if node in arrived:
-                with torch.no_grad():
-                    value = pytree.tree_map_only(Tensor, _sent, _value(node))
-                self._note(node, value, self._memories(node, value, arrived[node]))
-            elif is_work(node) and not self.before.keys().isdisjoint(node.all_input_nodes):
-                self._follow(node)
+        with self._modules_as_values():
+            for node in self.gm.graph.nodes:
+                if node in arrived:
+                    with torch.no_grad():
+                        value = pytree.tree_map_only(Tensor, _sent, _value(node))
+                    self._note(node, value, self._memories(node, value, arrived[node]))
+                elif is_work(node) and not self.before.keys().isdisjoint(node.all_input_nodes):
+                    self._follow(node)
+
+    @contextmanager
+    def _modules_as_values(self) -> Iterator[None]:
+        """A context in which the modules that are called with shared parameters (pass "shared") are
+        values of their nodes, as for whoever runs these."""
+        nodes = [n for n in self.gm.graph.find_nodes(op="get_attr") if VALUE not in n.meta]
+        for node in nodes:
+            node.meta[VALUE] = attribute(self.gm, str(node.target))
+        try:
+            yield
+        finally:
+            for node in nodes:
+                del node.meta[VALUE]
 
     def _follow(self, node: fx.Node) -> None:
         """Find out what a node makes and keeps of what has arrived."""
