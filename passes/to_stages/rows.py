@@ -151,6 +151,7 @@ class OneOfEach(FakeInterpreter):
         self.written = set(written)
 
     def run_node(self, n: fx.Node) -> Any:
+        """The value of a node: by a run of it, or of a node that does the same."""
         given, numbers = self._given(n)
         key = self._key(n, given)
         found = None if key is None else self.known.get(key)
