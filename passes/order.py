@@ -108,7 +108,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
         Entry("split", lambda c: Split(), model, stage, Split, needs=("partition",)),
         Entry(
             "borders",
-            lambda c: Borders(c.devices, c.places, c.chunks, c.traced_chunks or 1),
+            lambda c: Borders(c.devices, c.places, c.chunks, c.traced_chunks or 1, c.training),
             *(stage, stage, Borders),
             needs=("cost", "split"),
             applies=lambda c: c.training,

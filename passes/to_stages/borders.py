@@ -70,6 +70,7 @@ class Borders:
         chunks: the number of micro-batches, as for pass "cost".
         traced_chunks: for a graph that was traced with a single micro-batch, how many of these
             there are; else 1.
+        training: whether there are backwards.
     """
 
     name: ClassVar[str] = "borders"
@@ -77,6 +78,7 @@ class Borders:
     places: tuple[int, ...] = ()
     chunks: int = 1
     traced_chunks: int = 1
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         arrived, times = self._arrived(gm.graph), microbatches(gm.graph)
@@ -89,7 +91,7 @@ class Borders:
                 if (given, call.meta[STAGE]) in arrived
             }
             if own:
-                _Recount(stage, self.chunks, self.traced_chunks, times).run(own)
+                _Recount(stage, self, times).run(own)
         return gm
 
     def _arrived(self, graph: fx.Graph) -> dict[tuple[Any, int], list[int]]:
@@ -116,11 +118,8 @@ class _Recount:
         before: what was known of nodes whose values are in other memories now, or in another order.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, chunks: int, traced_chunks: int, times: float | None
-    ) -> None:
-        self.gm, self.traced_chunks, self.times = gm, traced_chunks, times
-        self.chunks = chunks
+    def __init__(self, gm: fx.GraphModule, asked: Borders, times: float | None) -> None:
+        self.gm, self.asked, self.times = gm, asked, times
         self.before: dict[fx.Node, list[_Seen]] = {}
 
     def run(self, arrived: Mapping[fx.Node, list[int]]) -> None:
@@ -169,9 +168,11 @@ class _Recount:
         self._note(node, *self._result(node))
         if WORKSPACE not in node.meta:
             return
-        work = self._runs.of(node).times(self.traced_chunks)
-        saved = self._runs.saved(node, work)
-        node.meta[SAVED] = tuple(each for each in saved.items() if each[0] not in self._runs.state)
+        work = self._runs.of(node).times(self.asked.traced_chunks)
+        if self.asked.training:  # else only outputs of the model are kept, whatever their order
+            saved = self._runs.saved(node, work)
+            state = self._runs.state
+            node.meta[SAVED] = tuple(each for each in saved.items() if each[0] not in state)
         is_deferrable = node.meta[WORKSPACE].is_deferrable
         node.meta[WORKSPACE] = replace(work.workspace, is_deferrable=is_deferrable)
 
@@ -216,7 +217,7 @@ class _Recount:
 
     @cached_property
     def _runs(self) -> Runs:
-        return Runs(self.gm, self.chunks, self.times, training=True)
+        return Runs(self.gm, self.asked.chunks, self.times, self.asked.training)
 
 
 class _Seen(NamedTuple):

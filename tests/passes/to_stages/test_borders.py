@@ -15,12 +15,13 @@ VALUE = 4 * ROWS * WIDTH  # bytes
 TWO, ONE = ("cuda:0", "cuda:1"), ("cuda:0", "cuda:0")
 
 
-def cut(model, starts, devices, chunks=CHUNKS, places=()):
+def cut(model, starts, devices, chunks=CHUNKS, places=(), training=True):
     """The stage graph of a model, with costs."""
     x = torch.randn(ROWS, 3, WIDTH)
     gm = Rows((x,), (0,), chunks)(Alias((x,))(fx.symbolic_trace(model)))
-    gm = Partition(len(devices), starts)(AnalyticCost(chunks=chunks)(gm))
-    return Borders(devices, places, chunks)(Split()(Free()(gm)))
+    costs = AnalyticCost(chunks=chunks, training=training)
+    gm = Partition(len(devices), starts)(costs(gm))
+    return Borders(devices, places, chunks, training=training)(Split()(Free()(gm)))
 
 
 def kept(gm, stage):
@@ -71,6 +72,13 @@ def test_nodes_that_are_given_tensors_in_order_are_run_again():
     (inner,) = stages_of(together)[1].graph.find_nodes(op="placeholder")
     (flat,) = inner.users
     assert memories_of(flat) != memories_of(inner), "a copy"
+
+
+@pytest.mark.parametrize("model, start", [(Parts, "mul"), (InARow, "flatten")])
+def test_without_a_backward_nothing_is_kept_but_outputs(model, start):
+    apart, together = (cut(model(), [start], each, training=False) for each in (TWO, ONE))
+    for stage in 0, 1:
+        assert kept(apart, stage) == kept(together, stage) == [VALUE] * stage
 
 
 class Weight(nn.Module):
