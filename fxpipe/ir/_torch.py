@@ -372,6 +372,11 @@ what hooks and checkpoints compute in the backward."""
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
 
+def node_type(function: type) -> Any:
+    """The type of the autograd nodes that calls of a ``torch.autograd.Function`` make."""
+    return function._backward_cls  # type: ignore[attr-defined]
+
+
 def lean(function: Function) -> Function:
     """Let an autograd function be called without the checks of each call of ``Function.apply``, and
     of each call of its backward. A decorator of the function's class.
@@ -388,7 +393,7 @@ def lean(function: Function) -> Function:
         return checked(*args) if are_transforms_active() else quick(*args)
 
     function.apply = staticmethod(apply)  # type: ignore[method-assign]
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    node_type(function).apply = function.backward
     return function
 
 
@@ -597,12 +602,6 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 """What Dynamo leaves of ``torch.no_grad``, ``torch.enable_grad`` and ``torch.autocast``."""
-
-
-def node_type(function: type) -> type:
-    """The type of the autograd nodes that calls of a ``torch.autograd.Function`` make."""
-    found: type = function._backward_cls  # type: ignore[attr-defined]
-    return found
 
 
 def rename(node: fx.Node, name: str) -> None:

@@ -161,7 +161,7 @@ class _GraphEntry(torch.autograd.Function):
         return None, None, None, None
 
 
-_ENTRY = node_type(_GraphEntry)
+_ENTRY: type = node_type(_GraphEntry)
 """The type of the nodes at which autograd graphs of tapes begin."""
 
 

@@ -42,7 +42,8 @@ class Folded:
     Attributes:
         tensors: parameters, buffers, and those that other attributes hold.
         trained: those that require gradients, and from which something has been computed while
-            gradients are switched off: in other calls it has one.
+            gradients are switched off, so that it has one in other calls; and constants of the
+            graph that have a gradient.
     """
 
     tensors: list[Tensor] = field(default_factory=list)

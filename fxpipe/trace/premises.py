@@ -1,6 +1,6 @@
 """Premises: the state of the model that a trace depends on, beside the inputs. It consists of the
 attributes of modules that the forward has read, or has looked up in vain, of the methods that it
-has called, and of the shapes and the ties (:mod:`fxpipe.trace.ties`) of parameters.
+has called, and of parameters and buffers: of their shapes and ties (:mod:`fxpipe.trace.ties`).
 
 ::
 

@@ -13,7 +13,7 @@ the call is compiled anew.
                            autocast     the dtype on each kind of device
                            gradients    which tensors require them, if the forward asks for that
     guards on the model    modules      the modules, their training flags, and which have hooks
-                           state        the shapes of parameters, the attributes that were read,
+                           state        the shapes of parameters and buffers, the attributes read,
                                         which parameters are frozen, if the forward asks for that
 
 All guards of a program are one list. :meth:`.Guards.failure` goes through it and says which guard

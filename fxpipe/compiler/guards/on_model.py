@@ -57,7 +57,7 @@ class ModulesGuard:
 
 
 class StateGuard:
-    """The shapes of the model's parameters, and the attributes that its forward has read.
+    """The shapes of the model's parameters and buffers, and the attributes that were read.
 
     Args:
         premises: the states for which the program is right; the model has to be in one of them.

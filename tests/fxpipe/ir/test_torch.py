@@ -318,6 +318,7 @@ def test_a_lean_function_gives_what_any_autograd_function_gives():
     assert lean is not checked and Cube._backward_cls.apply is Cube.backward
 
     x = torch.arange(3.0, requires_grad=True)
+    assert type(lean(x).grad_fn) is _torch.node_type(Cube)
     (first,) = torch.autograd.grad(lean(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert first.equal(3 * x**2) and second.equal(6 * x)
@@ -931,17 +932,3 @@ def test_an_assertion_takes_the_truth_value_of_a_tensor():
     _torch.ASSERT(torch.ones(()).as_subclass(Asked), "wrong")
     assert asked and _torch.ASSERT.__code__ in asked
     assert does_not_exist_in_public(torch, "assert")
-
-
-def test_a_function_of_a_user_has_a_type_for_its_autograd_nodes():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    found = Doubled.apply(torch.ones(2, requires_grad=True))
-    assert type(found.grad_fn) is _torch.node_type(Doubled)
