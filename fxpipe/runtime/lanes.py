@@ -1,10 +1,18 @@
-"""Lanes: a host thread for each entry in the pipeline's list of devices, which runs its stages.
+"""Lanes: each entry in the pipeline's list of devices is one, whose stages a host thread runs.
 
 On the CPU the thread itself computes, as a stream would; on an accelerator it launches work on the
 device's stream. A run gives every lane its instructions, and lanes post values to each other's
 inboxes::
 
     caller ──x──> inbox 0: lane 0 ──b──> inbox 1: lane 1 ──y──> inbox of the caller
+
+A lane has a thread of its own where there are cores enough. More threads than cores that compute
+never do more at once: they take the cores from each other, in the middle of operators, and each
+switch costs time. So lanes on the CPU share as many threads as there are cores. A thread that has
+several lanes runs one of them until that one waits for a value, and then another one::
+
+    two cores      thread 0: lane 0 ~~~~~~ waits, so lane 2 ~~~~~~ waits, so lane 0 ~~~~
+                   thread 1:   lane 1 ~~~~~~ waits, so lane 3 ~~~~~~
 
 PyTorch keeps some state per thread: grad mode, inference mode, autocast, default device, current
 streams. A run gives every lane the caller's state, and a copy of the caller's context variables: a
@@ -22,8 +30,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,7 +43,11 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import CALLS, wait_for_calls_at_exit
 from fxpipe.runtime.program import CALLER, Program
+from fxpipe.runtime.source import Part
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
+
+_SharedBy = tuple[int, ...]
+"""The lanes that a thread runs. The caller's thread runs the caller's part only."""
 
 
 class _Dropped(Exception):
@@ -45,66 +57,60 @@ class _Dropped(Exception):
 class Inbox:
     """The values that other lanes have posted to a lane, by their nodes.
 
-    The lane's thread is woken only by the value that it waits for: to switch threads takes longer
-    than many stages do.
+    Attributes:
+        arrived: the values that are there and that the lane has not taken yet.
+        awaited: the node whose value the lane waits for; None if it does not wait. Only this value
+            wakes its thread: to switch threads takes longer than many stages do.
     """
 
-    def __init__(self) -> None:
-        self._arrived: dict[fx.Node, Any] = {}
-        self._awaited: fx.Node | None = None  # the node whose value the lane waits for
-        self._has_failed = False
-        self._bell: SimpleQueue[None] = SimpleQueue()
+    def __init__(self, bell: SimpleQueue[None]) -> None:
+        self.arrived: dict[fx.Node, Any] = {}
+        self.awaited: fx.Node | None = None
+        self._bell = bell  # wakes the lane's thread
+        self.take: Callable[[fx.Node], Any] = self.arrived.pop
 
     def post(self, node: fx.Node, value: Any) -> None:
         """Hand the value of a node over to this lane."""
-        self._arrived[node] = value
-        if self._awaited is node:
+        self.arrived[node] = value
+        if self.awaited is node:
             self._bell.put(None)
 
-    def fail(self) -> None:
-        """Let the lane know that the run has failed."""
-        self._has_failed = True
-        self._bell.put(None)
 
-    def take(self, node: fx.Node) -> Any:
-        """The value of a node, once it is there. Raises :class:`_Dropped` if the run has failed."""
-        if node not in self._arrived:
-            # From here on a post rings the bell. One that came before is seen by the loop.
-            self._awaited = node
-            while node not in self._arrived:
-                if self._has_failed:
-                    raise _Dropped
-                self._bell.get()
-            self._awaited = None
-        return self._arrived.pop(node)
-
-
-@dataclass
 class _ProgramCall:
     """One call of a program.
 
-    It has an inbox for each lane, an event for each lane that is set once the lane has ended its
-    part, and the first error that was raised.
+    Args:
+        threads: the lanes of each thread that takes part, the caller's included.
+        record: if given, gets the start and end of each instruction that a lane runs.
+
+    Attributes:
+        inboxes: of all lanes.
+        error: the first error that was raised.
+        rested: for each thread but the caller's, by its lanes, an event that is set once it has
+            ended its part.
     """
 
-    lanes: Sequence[int]
-    record: Record | None = None
-    inboxes: dict[int, Inbox] = field(init=False)
-    error: BaseException | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    rested: dict[int, threading.Event] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inboxes = {lane: Inbox() for lane in self.lanes}
-        self.rested = {lane: threading.Event() for lane in self.lanes if lane != CALLER}
+    def __init__(self, threads: Iterable[_SharedBy], record: Record | None = None) -> None:
+        self.record = record
+        self.inboxes: dict[int, Inbox] = {}
+        self.error: BaseException | None = None
+        self.rested: dict[_SharedBy, threading.Event] = {}
+        self._bells: dict[_SharedBy, SimpleQueue[None]] = {}
+        self._lock = threading.Lock()
+        for lanes in threads:
+            bell: SimpleQueue[None] = SimpleQueue()
+            self._bells[lanes] = bell
+            self.inboxes |= {lane: Inbox(bell) for lane in lanes}
+            if CALLER not in lanes:
+                self.rested[lanes] = threading.Event()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error, and wake every lane that waits."""
-        with self.lock:
+        """Keep the first error, and wake every thread that waits."""
+        with self._lock:
             if self.error is None:
                 self.error = error
-        for inbox in self.inboxes.values():
-            inbox.fail()
+        for bell in self._bells.values():
+            bell.put(None)
 
     def rest(self) -> None:
         """Wait until all lanes have ended their parts of the run.
@@ -135,35 +141,85 @@ class _ProgramCall:
         finally:
             del error
 
-    def lose(self, lane: int) -> None:
-        """Fail the run, since the thread of a lane has ended ahead of its part of it."""
+    def lose(self, lanes: _SharedBy) -> None:
+        """Fail the run, since the thread of these lanes has ended ahead of its part of it."""
+        of = f"lane{'s' * (len(lanes) > 1)} {' and '.join(map(str, lanes))}"
         self.fail(
             RuntimeError(
-                f"the thread of lane {lane} has been ended from outside, so that its part of the "
-                "call has not been done; the next call starts new threads"
+                f"the thread of {of} has been ended from outside, so that its part of the call has "
+                "not been done; the next call starts new threads"
             )
         )
-        self.rested[lane].set()
+        self.rested[lanes].set()
 
     def drop(self) -> None:
         """End the running lane's part, since the run has failed elsewhere."""
         raise _Dropped
 
-    def in_lane(self, lane: int, program: Program, ambient: Ambient, taking: _Taking) -> None:
-        """Do a lane's part of the run in the lane's thread; an error there fails the whole run."""
+    def in_thread(
+        self,
+        lanes: _SharedBy,
+        program: Program,
+        contexts: Sequence[Context],
+        ambient: Ambient,
+        taking: _Taking,
+    ) -> None:
+        """Do the parts of a thread's lanes in that thread, each in a context of its own; an error
+        there fails the whole run."""
+        parts: list[Part] = []
         try:
             with ambient.applied(), taking.taken():
-                if self.record is None:
-                    program.function(lane)(self)
-                else:
-                    stopwatch = self.record.stopwatch(lane, taking.device)
-                    program.function(lane, timed=True)(self, time=stopwatch.time)
+                parts += [self._part(lane, program, taking.device) for lane in lanes]
+                self.in_turns(
+                    lanes,
+                    [
+                        partial(context.run, next, part)
+                        for context, part in zip(contexts, parts, strict=True)
+                    ],
+                )
         except _Dropped:
             pass
         except BaseException as error:
             self.fail(error)
         finally:
-            self.rested[lane].set()
+            for part in parts:  # frees the values of parts that have not come to their ends
+                part.close()
+            self.rested[lanes].set()
+
+    def _part(self, lane: int, program: Program, device: torch.device) -> Part:
+        if self.record is None:
+            return program.function(lane).part(self)
+        stopwatch = self.record.stopwatch(lane, device)
+        return program.function(lane, timed=True).part(self, time=stopwatch.time)
+
+    def in_turns(self, lanes: _SharedBy, going_on: Sequence[Callable[[], fx.Node]]) -> Any:
+        """Run the parts of lanes in this thread, each until it waits for a value that is not there
+        yet. Returns the program's output if the caller's part is among them.
+
+        ``going_on``: for each lane a function that lets it go on, and returns the node whose value
+        it waits for next. It raises StopIteration at the end of the lane's part.
+        """
+        output = None
+        # The last lane first: its values are those that backwards begin with.
+        left = dict(zip(reversed(lanes), reversed(going_on), strict=True))
+        while left:
+            has_gone_on = False
+            for lane, go_on in list(left.items()):
+                inbox = self.inboxes[lane]
+                if inbox.awaited is not None and inbox.awaited not in inbox.arrived:
+                    continue
+                inbox.awaited, has_gone_on = None, True
+                try:
+                    # From here on a post rings the bell. One that came before is seen above.
+                    inbox.awaited = go_on()
+                except StopIteration as end:
+                    output = end.value
+                    del left[lane]
+            if not has_gone_on:
+                if self.error is not None:
+                    raise _Dropped
+                self._bells[lanes].get()
+        return output
 
 
 @dataclass(frozen=True)
@@ -239,6 +295,7 @@ class Lanes:
 
     def _reset(self) -> None:
         self._process = os.getpid()
+        self._lanes: list[_SharedBy] = []  # of each thread
         self._queues: list[JobQueue] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -254,30 +311,32 @@ class Lanes:
         Returns the value of the program's output. Raises the first error of an instruction, after
         all lanes have ended their parts of the run.
         """
-        run = _ProgramCall(list(program.lanes), record)
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
         streams = current([*self._devices, *given])
         if record is not None:
             record.begin(streams)
         hand_over = HandOver(streams)
-        taking = [_Taking(device, streams, hand_over) for device in self._devices]
-        lanes = [lane for lane in program.lanes if lane != CALLER]
         self._notice_fork()
-        # All lanes get their runs in one order, so that none waits for another. Nobody ends the
-        # threads between their start and the last job.
+        # All threads get their parts of runs in one order, so that none waits for another. Nobody
+        # ends the threads between their start and the last job.
         with self._lock:
             self._start()
-            for lane in lanes:
-                job = partial(run.in_lane, lane, program, ambient, taking[lane])
-                work = partial(copy_context().run, job)
-                self._queues[lane].put(work, partial(run.lose, lane))
+            shared = [tuple(lane for lane in all_ if lane in program.lanes) for all_ in self._lanes]
+            run = _ProgramCall([(CALLER,), *filter(None, shared)], record)
+            for lanes, queue in zip(shared, self._queues, strict=True):
+                if lanes:
+                    taking = _Taking(self._devices[lanes[0]], streams, hand_over)
+                    contexts = [copy_context() for _ in lanes]
+                    work = partial(run.in_thread, lanes, program, contexts, ambient, taking)
+                    queue.put(work, partial(run.lose, lanes))
         for (node, others), value in zip(program.inputs.items(), values, strict=True):
             for lane in others:
                 run.inboxes[lane].post(node, value)
         output = None
         try:
-            output = program.function(CALLER)(run, values)
+            part = program.function(CALLER).part(run, values)
+            output = run.in_turns((CALLER,), [partial(next, part)])
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
@@ -297,7 +356,7 @@ class Lanes:
         self._notice_fork()
         with self._lock:
             end, self._close = self._close, None
-            self._queues, self._threads = [], []
+            self._lanes, self._queues, self._threads = [], [], []
         if end is not None:  # without the lock: a job may call the pipeline, or close it
             end()
 
@@ -313,14 +372,15 @@ class Lanes:
             self._close.detach()
             for waiting in self._queues:
                 waiting.end()
-        self._queues, self._threads = [], []
+        self._lanes, self._queues, self._threads = shared_out(self._devices, cores()), [], []
         total, share = torch.get_num_threads(), threads_of_a_lane(self._devices)
         ready = threading.Semaphore(0)
-        for i, device in enumerate(self._devices):
+        for lanes in self._lanes:
             queue = JobQueue()
-            threads = share if device.type == "cpu" else None
+            threads = share if self._devices[lanes[0]].type == "cpu" else None
+            name = f"fxpipe-lane-{'-'.join(map(str, lanes))}"
             thread = threading.Thread(
-                target=_work, args=(queue, threads, ready), name=f"fxpipe-lane-{i}", daemon=True
+                target=_work, args=(queue, threads, ready), name=name, daemon=True
             )
             self._queues.append(queue)
             self._threads.append(thread)
@@ -332,6 +392,26 @@ class Lanes:
         torch.set_num_threads(total)
         self._close = weakref.finalize(self, _end, self._queues, self._threads)
         wait_for_calls_at_exit()
+
+
+def shared_out(devices: Sequence[torch.device], cores: int) -> list[_SharedBy]:
+    """The lanes of each thread, where there are lanes on these devices: an accelerator's lane has a
+    thread of its own, and those on the CPU share as many threads as there are cores.
+
+    Neighbours have different threads where they can: one of them works at the micro-batch after the
+    other's.
+    """
+    on_cpu = [lane for lane, device in enumerate(devices) if device.type == "cpu"]
+    alone = [(lane,) for lane in range(len(devices)) if lane not in on_cpu]
+    threads = min(len(on_cpu), max(1, cores))
+    return sorted(alone + [tuple(on_cpu[i::threads]) for i in range(threads)])
+
+
+def cores() -> int:
+    """The number of cores on which threads of this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_of_a_lane(devices: Sequence[torch.device]) -> int:

@@ -3,7 +3,8 @@
 ::
 
     def lane(call, values, time):
-        take, post_0 = call.inboxes[1].take, call.inboxes[0].post
+        arrived, take, post_0 = call.inboxes[1].arrived, call.inboxes[1].take, call.inboxes[0].post
+        if node_3 not in arrived: yield node_3
         copy_s1_mb0 = take(node_3)
         if call.error is not None: call.drop()
         stage_1_mb0 = function_4(copy_s1_mb0)
@@ -13,15 +14,19 @@
 
 Values are local variables, and constants are written into the calls. So a run does not look up in
 its graph what to call with what, which would take longer than many operators do.
+
+A lane that takes values of others is a generator: it yields the node whose value it waits for, and
+its thread may run another lane until that value is there.
 """
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import getitem
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +37,10 @@ from fxpipe.ir.graph import DEVICE, mutable
 from fxpipe.runtime.notes import where
 
 _LITERALS = (type(None), bool, int, str)
+Part = Generator[fx.Node, None, Any]
+"""A lane's part of a run. It yields each node whose value it waits for, and returns the program's
+output if the lane has that."""
+
 _numbers = count()  # of the functions, so that each has a file name of its own
 
 
@@ -79,6 +88,7 @@ class LaneFunction:
     ) -> None:
         source = _Source(lane, instructions, list(inputs), alone, timed)
         self._nodes = source.nodes
+        self._waits = any(each.awaits for each in instructions)
         text = "\n".join(source.lines)
         # A traceback finds the source by the loader of the function's module.
         filename = f"<fxpipe lane {lane}>.{next(_numbers)}"
@@ -87,7 +97,8 @@ class LaneFunction:
         self._function: Callable[..., Any] = names["lane"]
 
     def __call__(self, call: Any, values: Sequence[Any] = (), time: Any = None) -> Any:
-        """Run the instructions, and return the program's output if the lane has its node.
+        """Run the instructions of a lane that takes no values of others, and return the program's
+        output if the lane has its node.
 
         An exception gets a note that says at which node, and line of the model, it was raised.
 
@@ -106,13 +117,47 @@ class LaneFunction:
             self._note(error)
             raise
 
+    def part(self, call: Any, values: Sequence[Any] = (), time: Any = None) -> Part:
+        """As :meth:`__call__`, for any lane: the instructions run while the generator goes on.
+
+        An exception becomes that of the call (``call.fail(error)``), and the generator raises what
+        ``call.drop()`` raises.
+        """
+        try:
+            result = self._function(call, values, time)
+            return (yield from result) if self._waits else result
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._note(raised := self._raised(error))
+            call.fail(raised)
+            del raised
+            call.drop()
+
+    def _raised(self, error: BaseException) -> BaseException:
+        """What a node has raised, by the error that the generator has raised: a StopIteration, by
+        which generators end, leaves them as the cause of a RuntimeError of their own."""
+        cause, innermost = error.__cause__, error.__traceback__
+        if type(error) is not RuntimeError or not isinstance(cause, StopIteration):
+            return error
+        while innermost is not None and innermost.tb_next is not None:
+            innermost = innermost.tb_next
+        generators = self._function.__code__, LaneFunction.part.__code__
+        is_turned = innermost is not None and innermost.tb_frame.f_code in generators
+        return cause if is_turned else error
+
     def _note(self, error: BaseException) -> None:
-        trace = error.__traceback__
-        if trace is None or trace.tb_next is None:
-            return
-        node = self._nodes[trace.tb_next.tb_lineno - 1]
+        line = self._line(error)
+        node = None if line is None else self._nodes[line.tb_lineno - 1]
         if node is not None:
             error.add_note(where(node, error))
+
+    def _line(self, error: BaseException) -> TracebackType | None:
+        """Where the error has left the function; None if it was not there."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not self._function.__code__:
+            trace = trace.tb_next
+        return trace
 
 
 class _Loader:
@@ -146,16 +191,18 @@ class _Source:
         self._taken = {node.name for node in inputs}
         for each in instructions:
             self._taken |= {each.node.name, *(node.name for node in each.node.all_input_nodes)}
-        call, values, time, take = map(self._new, ("call", "values", "time", "take"))
-        self._call, self._time, self._take = call, time, take
+        call, values, time = map(self._new, ("call", "values", "time"))
+        self._call, self._time = call, time
+        self._arrived, self._take = self._new("arrived"), self._new("take")
         others = dict.fromkeys(other for each in instructions for other in each.posts)
         self._posts = {
             other: self._new("post_caller" if other < 0 else f"post_{other}") for other in others
         }
 
         self._line(f"def lane({call}, {values}, {time}):")
-        if not alone:
-            self._line(f"    {take} = {call}.inboxes[{lane}].take")
+        if any(each.awaits for each in instructions):
+            self._line(f"    {self._arrived} = {call}.inboxes[{lane}].arrived")
+            self._line(f"    {self._take} = {call}.inboxes[{lane}].take")
         for other, post in self._posts.items():
             self._line(f"    {post} = {call}.inboxes[{other}].post")
         if inputs:
@@ -169,7 +216,9 @@ class _Source:
         is_call = node.op != "get_attr" and instruction.function is not getitem
         # The value that is made last first: when it is there, so are the others, most likely.
         for awaited in reversed(instruction.awaits):
-            self._write_line(f"{awaited.name} = {self._take}({self._constant('node', awaited)})")
+            key = self._constant("node", awaited)
+            self._write_line(f"if {key} not in {self._arrived}: yield {key}")
+            self._write_line(f"{awaited.name} = {self._take}({key})")
         value = self._value(instruction)
         if is_call and self._alone:
             self._begin_on(instruction.device)

@@ -61,20 +61,17 @@ class _Queue:
 
 
 class _Inbox(lanes.Inbox):
-    """An inbox that hands over, with each value, what the lane knew that has posted it.
+    """An inbox that hands over, with each value, what the lane knew that has posted it."""
 
-    This counts when the value is taken, and not when the bell rings that wakes the lane.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bell = SimpleQueue()
+    def __init__(self, bell: Any) -> None:
+        super().__init__(bell)
+        self.take = self._taken
 
     def post(self, node: fx.Node, value: Any) -> None:
         super().post(node, (gives(), value))
 
-    def take(self, node: fx.Node) -> Any:
-        known, value = super().take(node)
+    def _taken(self, node: fx.Node) -> Any:
+        known, value = self.arrived.pop(node)
         takes(known)
         return value
 

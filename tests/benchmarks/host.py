@@ -136,18 +136,18 @@ def microseconds(runs: dict[str, Run], rounds: int, wait: Run, times: int = 3) -
 def profile(run: Run, times: int, lines: int) -> None:
     """Print where the time of calls goes, in the caller's thread and in the lanes."""
     profiles = [cProfile.Profile()]
-    in_lane = lanes._ProgramCall.in_lane
+    in_thread = lanes._ProgramCall.in_thread
 
     def profiled(self: Any, *args: Any, **kwargs: Any) -> None:
         mine = cProfile.Profile()
         profiles.append(mine)
-        mine.runcall(in_lane, self, *args, **kwargs)
+        mine.runcall(in_thread, self, *args, **kwargs)
 
-    lanes._ProgramCall.in_lane = profiled  # type: ignore[method-assign]
+    lanes._ProgramCall.in_thread = profiled  # type: ignore[method-assign]
     try:
         profiles[0].runcall(lambda: [run() for _ in range(times)])
     finally:
-        lanes._ProgramCall.in_lane = in_lane  # type: ignore[method-assign]
+        lanes._ProgramCall.in_thread = in_thread  # type: ignore[method-assign]
     stats = pstats.Stats(*profiles)
     stats.sort_stats("tottime").print_stats(lines)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import ctypes
 import faulthandler
 import gc
@@ -22,8 +23,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.ambient import is_intercepted
-from fxpipe.runtime.lanes import JobQueue
-from tests.zoo import MLP, loop, loss_of, same
+from fxpipe.runtime.lanes import JobQueue, cores, shared_out
+from tests.zoo import MLP, gradients, loop, loss_of, same
 
 calls: list[tuple[str, int]] = []
 trouble: dict[str, object] = {}
@@ -59,7 +60,8 @@ def no_trouble():
 
 
 @pytest.fixture
-def pipe():
+def pipe(monkeypatch):
+    monkeypatch.setattr("fxpipe.runtime.lanes.cores", lambda: 2)  # where there is one only, too
     pipe = fxpipe.compile(
         Watched(),
         ["cpu", "cpu"],
@@ -109,6 +111,63 @@ def test_stages_run_at_the_same_time(pipe):
     trouble.update(a=meet("a"), b=meet("b"))
     pipe(torch.randn(8, 4))
     assert seen == {"a": 4, "b": 4}
+
+
+def test_lanes_on_the_cpu_share_as_many_threads_as_there_are_cores():
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert shared_out([cpu] * 3, 4) == [(0,), (1,), (2,)]
+    assert shared_out([cpu] * 5, 2) == [(0, 2, 4), (1, 3)]
+    assert shared_out([other, cpu, cpu, other, cpu], 2) == [(0,), (1, 4), (2,), (3,)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_thread_runs_another_of_its_lanes_while_one_waits(monkeypatch, lanes, threads, schedule):
+    model, x = MLP(depth=4), torch.randn(8, 12)
+
+    def trained(cores):
+        monkeypatch.setattr("fxpipe.runtime.lanes.cores", lambda: cores)
+        model.zero_grad()
+        with fxpipe.compile(
+            model, ["cpu"] * 4, chunks=4, schedule=schedule, loss_fn=lambda y, _: y.square().mean()
+        ) as pipe:
+            found = [pipe.step(x), gradients(model)]
+            model.zero_grad()
+            loss_of(output := pipe(x)).backward()
+            assert len(lanes()) == cores
+            return *found, output.detach(), gradients(model)
+
+    expected = loop(copy.deepcopy(model), (x,), chunks=4)
+    alone = trained(cores=4)
+    assert same(alone[2:], expected)
+    assert same(trained(cores=threads), alone)
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_an_error_in_one_lane_ends_those_that_share_its_thread(monkeypatch, pipe, stage):
+    monkeypatch.setattr("fxpipe.runtime.lanes.cores", lambda: 1)
+    x = torch.randn(8, 4)
+    trouble[stage] = fail
+    with pytest.raises(FloatingPointError, match="no such luck") as caught:
+        pipe(x)
+    assert f"stage {'ab'.index(stage)}, micro-batch 0" in caught.value.__notes__[0]
+    trouble.clear()
+    calls.clear()
+    pipe(x)
+    assert len({thread for _, thread in calls}) == 1
+
+
+def end_of_an_iterator(x):
+    next(iter(()))
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_a_stop_iteration_of_the_model_reaches_the_caller_as_it_is(pipe, stage):
+    trouble[stage] = end_of_an_iterator
+    with pytest.raises(StopIteration) as caught:
+        pipe(torch.randn(8, 4))
+    (note,) = caught.value.__notes__
+    assert f"stage {'ab'.index(stage)}, micro-batch 0" in note
 
 
 def test_one_lane_or_one_micro_batch_runs_inline():
@@ -402,7 +461,7 @@ def test_what_a_failed_run_has_stored_is_free_once_its_exception_is_handled(monk
 def test_no_thread_outlives_its_pipeline(lanes):
     pipe = fxpipe.compile(MLP(), ["cpu"] * 3, chunks=2)
     pipe(torch.randn(4, 12))
-    assert len(lanes()) == 3
+    assert len(lanes()) == min(3, cores())
     pipe.close()
     assert not lanes()
     with pytest.raises(RuntimeError, match="closed"):

@@ -25,9 +25,11 @@ def test_a_lane_is_a_python_function():
         source(lower(gm, placement=[0, 1]), 1),
         """\
 def lane(call, values, time):
+    arrived = call.inboxes[1].arrived
     take = call.inboxes[1].take
     post_caller = call.inboxes[-1].post
     del values
+    if node_0 not in arrived: yield node_0
     a_s0_mb0 = take(node_0)
     if call.error is not None: call.drop()
     copy_s1_mb0 = function_1((a_s0_mb0, ), 'cpu/copy', 'cpu/copy')
@@ -40,6 +42,7 @@ def lane(call, values, time):
     if call.error is not None: call.drop()
     stage_1_mb0 = function_3(a_s1_mb0)
     del a_s1_mb0
+    if node_4 not in arrived: yield node_4
     x_parts = take(node_4)
     if call.error is not None: call.drop()
     b_out = function_5((stage_1_mb0, ), 0, x_parts, 0)
