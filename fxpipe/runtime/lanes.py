@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -166,24 +167,15 @@ class _ProgramCall:
     ) -> None:
         """Do the parts of a thread's lanes in that thread, each in a context of its own; an error
         there fails the whole run."""
-        parts: list[Part] = []
         try:
             with ambient.applied(), taking.taken():
-                parts += [self._part(lane, program, taking.device) for lane in lanes]
-                self.in_turns(
-                    lanes,
-                    [
-                        partial(context.run, next, part)
-                        for context, part in zip(contexts, parts, strict=True)
-                    ],
-                )
+                parts = [self._part(lane, program, taking.device) for lane in lanes]
+                self.in_turns(lanes, parts, [context.run for context in contexts])
         except _Dropped:
             pass
         except BaseException as error:
             self.fail(error)
         finally:
-            for part in parts:  # frees the values of parts that have not come to their ends
-                part.close()
             self.rested[lanes].set()
 
     def _part(self, lane: int, program: Program, device: torch.device) -> Part:
@@ -192,33 +184,38 @@ class _ProgramCall:
         stopwatch = self.record.stopwatch(lane, device)
         return program.function(lane, timed=True).part(self, time=stopwatch.time)
 
-    def in_turns(self, lanes: _SharedBy, going_on: Sequence[Callable[[], fx.Node]]) -> Any:
+    def in_turns(
+        self, lanes: _SharedBy, parts: Sequence[Part], calls: Sequence[Callable[..., fx.Node]]
+    ) -> Any:
         """Run the parts of lanes in this thread, each until it waits for a value that is not there
         yet. Returns the program's output if the caller's part is among them.
 
-        ``going_on``: for each lane a function that lets it go on, and returns the node whose value
-        it waits for next. It raises StopIteration at the end of the lane's part.
+        ``calls``: for each lane what calls ``next(part)``, in the lane's context.
         """
         output = None
         # The last lane first: its values are those that backwards begin with.
-        left = dict(zip(reversed(lanes), reversed(going_on), strict=True))
-        while left:
-            has_gone_on = False
-            for lane, go_on in list(left.items()):
-                inbox = self.inboxes[lane]
-                if inbox.awaited is not None and inbox.awaited not in inbox.arrived:
-                    continue
-                inbox.awaited, has_gone_on = None, True
-                try:
-                    # From here on a post rings the bell. One that came before is seen above.
-                    inbox.awaited = go_on()
-                except StopIteration as end:
-                    output = end.value
-                    del left[lane]
-            if not has_gone_on:
-                if self.error is not None:
-                    raise _Dropped
-                self._bells[lanes].get()
+        left = [*reversed(range(len(lanes)))]
+        try:
+            while left:
+                has_gone_on = False
+                for i in left.copy():
+                    inbox = self.inboxes[lanes[i]]
+                    if inbox.awaited is not None and inbox.awaited not in inbox.arrived:
+                        continue
+                    inbox.awaited, has_gone_on = None, True
+                    try:
+                        # From here on a post rings the bell. One that came before is seen above.
+                        inbox.awaited = calls[i](next, parts[i])
+                    except StopIteration as end:
+                        output = end.value
+                        left.remove(i)
+                if not has_gone_on:
+                    if self.error is not None:
+                        raise _Dropped
+                    self._bells[lanes].get()
+        finally:
+            for part in parts:  # frees the values of parts that have not come to their ends
+                part.close()
         return output
 
 
@@ -335,8 +332,7 @@ class Lanes:
                 run.inboxes[lane].post(node, value)
         output = None
         try:
-            part = program.function(CALLER).part(run, values)
-            output = run.in_turns((CALLER,), [partial(next, part)])
+            output = run.in_turns((CALLER,), [program.function(CALLER).part(run, values)], [call])
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
