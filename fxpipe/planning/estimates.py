@@ -398,11 +398,14 @@ class LossMemory:
     Attributes:
         saved: all of them, for a whole mini-batch.
         shared: how many of these the last stage has saved as well.
+        products: how many of these are results of products in the last stage, such as the logits of
+            a linear layer: with "selective" the stage keeps them.
         workspace: the most bytes, beyond those, that the loss and its backward need at any time.
     """
 
     saved: float = 0.0
     shared: float = 0.0
+    products: float = 0.0
     workspace: float = 0.0
 
 
@@ -606,6 +609,8 @@ def step_memory(
         fixed[lane] += stage.fixed
         updating.append(stage.gradients * updates[lane] if updates else 0.0)
     hosts, modes = offloaded(checkpoint, len(stages)), of_stages(checkpoint, len(stages))
+    if modes[-1] == SELECTIVE:  # of which every micro-batch is run again
+        loss = replace(loss, saved=loss.saved - loss.products, shared=0.0)
     stages = [
         _with_a_host(stage, stage.waits(mode, chunks)) if moved(mode) else stage
         for stage, mode in zip(stages, modes, strict=True)

@@ -15,7 +15,7 @@ what a cross entropy keeps of all logits, and is busy for as long as it takes to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,7 @@ from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
+from fxpipe.ir.graph import PRODUCTS, SAVED, STAGE, VALUE, mutable, stage_nodes
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
@@ -306,20 +306,22 @@ def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
     kept = [given[i] for i in saved.outputs]
     nodes = list(stage_nodes(graph))
     last = max(node.meta[STAGE] for node in nodes)
-    known = {
-        memory
-        for node in nodes
-        if node.meta[STAGE] == last
-        for memory, _ in node.meta.get(SAVED, ())
-    }
+    nodes = [node for node in nodes if node.meta[STAGE] == last]
+    known = {memory for node in nodes for memory, _ in node.meta.get(SAVED, ())}
+    products = {memories_of(node)[i][0] for node in nodes for i in node.meta.get(PRODUCTS, ())}
     memories = {
         id(tensor): memory
         for node in graph.output_node().all_input_nodes
         for tensor, (memory, _) in zip(tensors_of(node.meta[VALUE]), memories_of(node), strict=True)
     }
+
+    def within(some: Set[int]) -> float:
+        return sum(size for tensor, size in kept if memories[id(tensor)] in some)
+
     return LossMemory(
         times * saved.others + sum(size for _, size in kept),
-        sum(size for tensor, size in kept if memories[id(tensor)] in known),
+        within(known),
+        within(products),
         times * saved.gradients,
     )
 

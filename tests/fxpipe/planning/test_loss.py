@@ -56,6 +56,25 @@ def test_what_is_expected_ahead_of_the_first_step_is_what_the_step_saves(schedul
         assert pipe.timeline().peak_memory[1] <= expected[1] - LOGITS / 4
 
 
+def squares(output, target):
+    return output["logits"].square().mean()
+
+
+def total(output, target):
+    return output["logits"].sum()
+
+
+def test_logits_that_a_stage_keeps_are_not_counted_for_the_loss_once_more():
+    # "selective" keeps the results of products. GPipe holds them for all four micro-batches.
+    peaks = []
+    for loss_fn in squares, total:  # the first saves the logits, the second nothing
+        options = {"schedule": "gpipe", "checkpoint": "selective", "loss_fn": loss_fn}
+        with compiled(example_inputs=(TOKENS,), **options) as pipe:
+            peaks.append(pipe.timeline().peak_memory[1])
+    assert peaks[0] >= LOGITS
+    assert peaks[0] - peaks[1] <= 2 * LOGITS / 4, "a micro-batch's squares and gradients"
+
+
 def test_a_limit_that_leaves_no_room_for_the_loss_is_kept():
     with compiled(example_inputs=(TOKENS,)) as pipe:
         needed = max(pipe.timeline().peak_memory)
