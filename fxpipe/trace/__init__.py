@@ -62,6 +62,7 @@ from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, un
 from fxpipe.trace.itself import explain
 from fxpipe.trace.other_sizes import with_proven_sizes
 from fxpipe.trace.patches import LOCK
+from fxpipe.trace.replaced import refuse_replaced
 from fxpipe.trace.settled import settled
 
 __all__ = [
@@ -177,7 +178,7 @@ def runs_alike(
         with phase("references", quiet=True), suppressed():
             reference = checks.smallest_reference(example, recorded=True)
             seen = reference.result
-            if seen.changed or seen.written or seen.draws or seen.outside:
+            if seen.changed or seen.written or seen.draws or seen.outside or seen.replaced:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
@@ -268,6 +269,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         raise
 
     if references:
+        refuse_replaced(model, references[0].result.replaced)
         example = replace(example, whole=state.kept_whole(example, references[0]))
         state.tell_of_tensors_outside(example, references[0])
         set_once = settled(example, references[0])

@@ -240,7 +240,8 @@ class Example:
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             changed = since.changed()
             draws, outside = since.drew_on_the_host(), since.changed_outside()
-            effects = Effects(output, buffers, {}, None, {}, changed, draws, outside)
+            replaced = since.replaced()
+            effects = Effects(output, buffers, {}, None, {}, changed, draws, outside, replaced)
             if recorded:
 
                 def go_back(history: Hashable) -> None:
@@ -318,6 +319,7 @@ class Effects:
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
     draws: bool  # whether the forward draws from Python's or NumPy's random number generator
     outside: list[str]  # the containers outside of modules into which the forward puts tensors
+    replaced: list[tuple[nn.Module, str, str]]  # what it does to tensors themselves
     no_backward: Exception | None = None  # the error that the backward has raised
 
 

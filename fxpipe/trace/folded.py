@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.tensors import memory_of, tensors_of
+from fxpipe.runtime.writes import written_by
 from fxpipe.trace.patches import patched
 
 # Methods that read a tensor's memory without an operator of PyTorch.
@@ -44,10 +45,14 @@ class Folded:
         trained: those that require gradients, and from which something has been computed while
             gradients are switched off, so that it has one in other calls; and constants of the
             graph that have a gradient.
+        writes: whether the forward writes in place to one that is no parameter and no buffer: in
+            the trace, so that the graph does not; or in the graph, which has constants where it
+            should read what it has written.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=list)
+    writes: bool = False
 
 
 @contextmanager
@@ -69,6 +74,10 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
             if memory in own and tensor.requires_grad and not torch.is_grad_enabled():
                 found.trained.append(tensor)
 
+    def notice_write(tensor: Tensor) -> None:
+        held = own.get(memory_of(tensor), ())
+        found.writes |= any(not isinstance(each, nn.Parameter) for each in held)
+
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             notice(tensor)
@@ -79,19 +88,24 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
     with ExitStack() as stack:
         for name in _READERS:
             stack.enter_context(patched(Tensor, name, replace))
-        stack.enter_context(_Noticing(notice))
+        stack.enter_context(_Noticing(notice, notice_write))
         yield found
 
 
 class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls ``notice`` with the arguments of each operator that runs."""
+    """Calls ``notice`` with the arguments of each operator that runs, and ``notice_write`` with the
+    tensors to which it writes."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, notice: Callable[[Any], None]) -> None:
+    def __init__(
+        self, notice: Callable[[Any], None], notice_write: Callable[[Tensor], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.notice = notice
+        self.notice, self.notice_write = notice, notice_write
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.notice((args, kwargs or {}))
+        for tensor in written_by(func, args, kwargs or {}):
+            self.notice_write(tensor)
         return func(*args, **(kwargs or {}))

@@ -23,6 +23,7 @@ from fxpipe.runtime.state import State, same_entries
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
 from fxpipe.trace.outer import Outside
+from fxpipe.trace.replaced import Held
 from fxpipe.trace.spread import devices_used
 
 Args = tuple[Any, ...]
@@ -49,6 +50,7 @@ class Since:
     _state: State
     _tensors: list[tuple[Tensor, Tensor]]  # the modules' tensors, without parameters, and copies
     _outside: Outside
+    _held: Held
 
     def drew_random_numbers(self) -> bool:
         """Whether random numbers have been drawn since then."""
@@ -66,6 +68,11 @@ class Since:
     def changed_outside(self) -> list[str]:
         """The containers outside of modules into which tensors have been put since then."""
         return self._outside.changed()
+
+    def replaced(self) -> list[tuple[nn.Module, str, str]]:
+        """What the model has done to its tensors themselves since then
+        (:mod:`fxpipe.trace.replaced`)."""
+        return self._held.replaced()
 
     def written(self) -> list[Tensor]:
         """The buffers, and tensors in attributes of modules, whose values have changed since
@@ -86,7 +93,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     Yields an object that tells what the model has done inside the block so far.
     """
     modules, parameters = list(model.modules()), list(model.parameters())
-    contents, outside = State(modules), Outside(model)
+    contents, outside, held = State(modules), Outside(model), Held(modules)
     attributes: list[dict[Any, Any]] = [vars(module) for module in modules]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     on_parameters = [hooks for p in parameters for hooks in _hooks_on(p)]
@@ -118,9 +125,10 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
             parameter.grad = None
         with _eagerly():
-            yield Since(state, host, contents, saved_tensors, outside)
+            yield Since(state, host, contents, saved_tensors, outside, held)
     finally:
         _here.models = outer
+        held.put_back()  # first: of a tensor that a trace has changed, the values are read below
         contents.put_back()
         outside.put_back()
         for owner, saved in saved_attributes:

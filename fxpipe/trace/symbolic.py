@@ -70,6 +70,11 @@ def front_end(example: Example) -> Traced:
                 "it computes with parameters that it does not get by their names (but from "
                 "parameters(), say, or out of a list), which fx would do once, without gradients"
             )
+        if tracer.folded.writes:
+            raise Refused(
+                "it writes in place to a tensor that is none of its buffers and parameters, which "
+                "fx takes for a constant"
+            )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)
@@ -106,6 +111,8 @@ class _SymbolicTracer(fx.Tracer):
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.folded = Folded()
+        state = model.named_parameters, model.named_buffers
+        self.own = {name for named in state for name, _ in named(remove_duplicate=False)}
         self.modes = Ambient.here()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -143,6 +150,9 @@ class _SymbolicTracer(fx.Tracer):
             target = check
         if _is_the_models(target) and has_containers((*args, *kwargs.values())):
             target = unchanging(target)
+        written = _written_by(target, args, kwargs)
+        if isinstance(written, fx.Node) and written.op == "get_attr":
+            self.folded.writes |= written.target not in self.own
         node = super().create_node(kind, target, args, kwargs, *more, **options)
         if node.target in _BACKWARDS:
             raise Refused(GRADIENTS)
@@ -174,6 +184,19 @@ class _SymbolicTracer(fx.Tracer):
             return tensors
 
         return forward, []
+
+
+def _written_by(target: Any, args: Any, kwargs: Any) -> Any:
+    """The argument to which a node writes in place, as in ``mean.copy_(...)``, ``mean[0] = ...``,
+    ``step += ...`` and ``out=mean``. None if it writes to none."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = name.strip("_") if name.startswith("__") else name
+    is_in_place = name in _IN_PLACE or name.endswith("_")
+    return args[0] if is_in_place and args else kwargs.get("out")
+
+
+_IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
+_IN_PLACE |= {"iand", "ior", "ixor", "ilshift", "irshift", "imatmul"}
 
 
 def _is_the_models(target: Any) -> bool:

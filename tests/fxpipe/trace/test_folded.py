@@ -3,6 +3,7 @@ they are written to."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
@@ -154,3 +155,52 @@ def test_symbolic_tracing_says_so():
         pytest.raises(fxpipe.TraceError, match="it does not get by their names"),
     ):
         pipe(X)
+
+
+class Written(nn.Module):
+    """Writes to a tensor that is no buffer, in the way that is given, and reads it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mean, self.write = torch.zeros(4), write
+
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(h - self.mean.exp())
+        self.write(self, h.detach().mean(0))
+        return y
+
+
+def add(net, new):
+    net.mean += 1
+
+
+def set_item(net, new):
+    net.mean[...] = 0.5 * net.mean + 0.5 * new
+
+
+def into(net, new):
+    torch.add(net.mean * 0.5, new, out=net.mean)
+
+
+WRITES = {
+    "+=": add,
+    "copy_": lambda net, new: net.mean.copy_(0.5 * net.mean + 0.5 * new),
+    "lerp_": lambda net, new: net.mean.lerp_(new, 0.5),
+    "two writes": lambda net, new: net.mean.mul_(0.5).add_(new, alpha=0.5),
+    "[...] =": set_item,
+    "out=": into,
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_model_that_writes_to_a_tensor_that_is_no_buffer_is_exported(way):
+    model = Written(WRITES[way])
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for _ in range(3):
+            assert torch.allclose(pipe(X), loop(alone, X), atol=1e-6)
+            assert torch.allclose(model.mean, alone.mean, atol=1e-6)
+    with pytest.raises(fxpipe.TraceError, match="it writes in place to a tensor that is none of"):
+        fxpipe.compile(Written(WRITES[way]), ["cpu"] * 2, chunks=2, tracer="symbolic")(X)
