@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from fxpipe.ir.hooks import HOOKS
 
 
+_OF_ARGUMENTS = {"prepare_decoder_input_ids_from_labels"}
+"""Methods of models of transformers that compute from their arguments and the configuration only.
+Other code asks whether a model has them, and does something else if it has not."""
+
+
 class ModelProxy(nn.Module):
     """Shares parameters, buffers, submodules and hooks with a model, and shows its attributes.
 
@@ -59,7 +64,7 @@ class ModelProxy(nn.Module):
         """An attribute of the model, such as its configuration.
 
         Raises AttributeError for methods of the model: they would run it as a plain module, while
-        its stages are on several devices.
+        its stages are on several devices. Those that do not run it are the model's.
         """
         own = getattr(type(self), name, None)
         if isinstance(own, property):  # it has raised an AttributeError: raise that again
@@ -70,7 +75,7 @@ class ModelProxy(nn.Module):
             value = getattr(self.__dict__.get("module"), name, error)
             if value is error:
                 raise
-            if callable(value):
+            if callable(value) and name not in _OF_ARGUMENTS:
                 raise AttributeError(
                     f"{error}, but its model has: take pipe.module.{name}"
                 ) from None
@@ -104,6 +109,15 @@ class ModelProxy(nn.Module):
             return True
         is_added = hasattr(type(self), name) and not hasattr(nn.Module, name)
         return is_added and not name.startswith("_") and name not in self._OPEN
+
+    def _get_name(self) -> str:
+        """The name of the model's class, by which libraries know what kind of model it is:
+        ``transformers.Trainer`` whether labels have to be shifted, say."""
+        return str(self.module._get_name())  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        text: str = super().__repr__()
+        return text.replace(self._get_name(), type(self).__name__, 1)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the model, under the model's own keys."""

@@ -193,7 +193,7 @@ def in_the_backward(problem: Problem) -> str:
     """The message where the gradients of the parts do not add up to those of the whole."""
     return (
         f"{problem.text}: a backward that is not the derivative of its forward (of a "
-        "torch.autograd.Function, changed by a hook, or of an embedding with "
+        "torch.autograd.Function, of what is detached, changed by a hook, or of an embedding with "
         "scale_grad_by_freq=True) puts rows together. Move it out of the "
         "model, or give chunks=1; a difference that does no harm is accepted with "
         'check="warn"'

@@ -16,6 +16,7 @@ from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import leaves, map_tensors
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.backward import differentiable, with_history
+from fxpipe.meaning.cut_off import CutOff
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, broadcast
 from fxpipe.meaning.stilled import still
@@ -150,11 +151,19 @@ class ModelRuns:
     def recorded(
         self, tensors: list[Tensor], then: Callable[[list[Any], bool], Any], seed: int | None = None
     ) -> Any:
-        """Run the model with gradients, and return ``then([output], hooked)``; ``hooked`` says
-        whether the run has registered hooks on tensors."""
+        """Run the model with gradients, and return ``then([output], is_free)``; ``is_free`` says
+        whether its backward may be another function than the derivative of its forward: it has
+        registered hooks on tensors, or detached some."""
         args, kwargs = self.fill(tensors)
-        with tensor_hooks() as hooks, torch.inference_mode(False), torch.enable_grad():
-            return self._output(args, kwargs, seed, lambda held: then(held, bool(hooks)))
+        with (
+            tensor_hooks() as hooks,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            CutOff() as cut_off,
+        ):
+            return self._output(
+                args, kwargs, seed, lambda held: then(held, bool(hooks) or cut_off.found)
+            )
 
     def _output(
         self,

@@ -143,3 +143,23 @@ def test_where_to_set_a_name_of_a_pipeline_is_said():
         )
         with pytest.raises(AttributeError, match=r"with the WithNames, set pipe\.module\.code$"):
             pipe.code = "x"
+
+
+class Seq2Seq(MLP):
+    """A model with a method that a data collator of transformers looks for, and another one."""
+
+    def prepare_decoder_input_ids_from_labels(self, labels):
+        return labels.roll(1, -1)
+
+    def save_pretrained(self, path):
+        raise NotImplementedError
+
+
+def test_other_code_sees_the_name_and_the_helpers_of_the_model():
+    # transformers.Trainer knows by the name whether labels have to be shifted, and
+    # DataCollatorForSeq2Seq asks for the method, and leaves the decoder's inputs out without it.
+    pipe = fxpipe.compile(Seq2Seq(), TWO, chunks=2)
+    assert pipe._get_name() == "Seq2Seq" and repr(pipe).startswith("Pipeline(")
+    labels = torch.tensor([[1, 2, 3]])
+    assert same(pipe.prepare_decoder_input_ids_from_labels(labels), torch.tensor([[3, 1, 2]]))
+    assert not hasattr(pipe, "save_pretrained"), "it would save a model whose stages are elsewhere"
