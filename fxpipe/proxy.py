@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fxpipe.ir.hooks import HOOKS
 
-
 _OF_ARGUMENTS = {"prepare_decoder_input_ids_from_labels"}
 """Methods of models of transformers that compute from their arguments and the configuration only.
 Other code asks whether a model has them, and does something else if it has not."""
