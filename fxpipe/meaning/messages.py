@@ -46,7 +46,8 @@ def advice_on(model: nn.Module, arguments: Mapping[str, Any], inputs: Sequence[I
 
 
 def _on_lists(inputs: Sequence[Input]) -> str:
-    name = next((i.name.split("[")[0] for i in inputs if "[" in i.name), "")
+    unsaid = (each.name for each in inputs if each.said is INFER and "[" in each.name)
+    name = next(unsaid, "").split("[")[0]
     if not name:
         return ""
     return (

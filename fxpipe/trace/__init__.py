@@ -320,8 +320,19 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         + "\n".join(f"  {reason}" for reason in reasons)
         + "\nChange the model at the lines named, put what cannot be traced into a module of its "
         "own, which is then kept whole, or pass tracer=, a function (model, args, kwargs) -> "
-        f"fx.GraphModule.{advice(reasons)}"
+        f"fx.GraphModule.{advice(reasons)}{_LABELS * _takes_labels(example)}"
     ) from last
+
+
+_LABELS = (
+    " Where these lines compute a loss: call the pipeline without labels, and compute the loss of "
+    "what it returns; a Trainer of transformers takes compute_loss_func= for that."
+)
+
+
+def _takes_labels(example: Example) -> bool:
+    """Whether a call has labels, by the name that models of transformers give them."""
+    return any(name == "labels" or name.startswith("labels_") for name in example.names)
 
 
 def _checked(example: Example, references: list[checks.Reference], traced: Traced) -> Traced:

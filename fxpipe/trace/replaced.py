@@ -66,6 +66,7 @@ class Held:
         self._all = [
             _Held(module, name, held is parameters, tensor, tensor.detach(), tensor.requires_grad)
             for module in modules
+            if not isinstance(module, torch.jit.ScriptModule)  # it has other containers
             for parameters in (module._parameters,)
             for held in (parameters, module._buffers, vars(module))
             for name, tensor in held.items()

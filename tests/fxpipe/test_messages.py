@@ -330,3 +330,26 @@ def test_attempts_that_fail_on_the_way_are_not_printed(capfd):
     expected = torch.cat([model(part, mask) for part in x.chunk(2)])
     assert torch.allclose(output, expected, atol=1e-6)
     assert capfd.readouterr().err == ""
+
+
+class Recogniser(nn.Module):
+    """Computes its own loss from labels, as models of transformers do, in a way that no trace
+    takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, labels=None):
+        y = self.head(self.layer(x))
+        if labels is None:
+            return y
+        return y, sum(y[int(label)].sum() for label in labels)
+
+
+def test_where_a_model_with_labels_cannot_be_traced_the_loss_may_be_computed_outside():
+    pipe = fxpipe.compile(Recogniser(), ["cpu"] * 2, chunks=2)
+    x, labels = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(fxpipe.TraceError, match="call the pipeline without labels, and compute"):
+        pipe(x, labels)
+    assert pipe(x).shape == (8, 4)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.meaning.messages import advice_on
+from fxpipe.meaning.said import INFER, Input
 
 TWO = ["cpu", "cpu"]
 IDS = torch.arange(40).reshape(8, 5) % 7
@@ -102,3 +104,11 @@ def test_lengths_that_a_loss_takes_from_the_output_are_to_be_in_the_target():
     )
     loss = pipe.step(x, lengths, target=(y, lengths))
     torch.testing.assert_close(loss, of_output(model(x, lengths), y))
+
+
+@pytest.mark.parametrize(("said", "is_advised"), [(INFER, True), (0, False)])
+def test_a_list_is_advised_where_in_dims_does_not_say_anything_of_it(said, is_advised):
+    names = "labels[0].boxes", "labels[1].boxes"
+    inputs = [Input(name, torch.ones(2, 4), said) for name in names]
+    advice = advice_on(nn.Identity(), {"labels": []}, inputs)
+    assert ('in_dims={"labels": "list"}' in advice) == is_advised
