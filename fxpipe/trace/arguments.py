@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import Unsupported, is_the_models
+from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, all_parts, attributes, is_opened, leaves
 from fxpipe.trace.containers import Contents
 from fxpipe.trace.errors import may_be_the_models
@@ -193,6 +194,12 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                 )
             moved[argument.path] = Structure.of(argument.part)[1]
             origins |= argument.origins
+        elif own is None and argument.has_new_tensors:
+            warn(
+                f"{name} puts a tensor into the argument {argument.path}, a "
+                f"{type(argument.part).__name__}, as a new attribute; a pipeline does not: if you "
+                "read it, let the forward return it"
+            )
     return WrittenArguments(places, origins, moved, number)
 
 

@@ -195,6 +195,33 @@ def test_a_list_that_is_changed_and_not_returned_is_refused():
         pipe(X, [])
 
 
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+class Noting(nn.Module):
+    """Leaves what it has computed in the object that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch):
+        batch.hidden = self.inner(batch.x)
+        return self.outer(batch.hidden)
+
+
+def test_a_tensor_that_becomes_an_attribute_of_an_argument_and_is_not_returned_is_said():
+    model, batch = Noting(), Batch(X)
+    said = "Noting puts a tensor into the argument batch, a Batch, as a new attribute"
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe, pytest.warns(match=said):
+        output = pipe(batch)
+    assert not hasattr(batch, "hidden")
+    parts = [model(Batch(x)) for x in X.chunk(2)]
+    assert torch.equal(output, torch.cat(parts))
+
+
 class Popping(nn.Module):
     """Takes the target out of its batch, and notes that it has."""
 
