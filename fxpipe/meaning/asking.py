@@ -23,6 +23,7 @@ from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
+from fxpipe.meaning.drawn import UNIFORM
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.left_out import LabelsLeftOut
@@ -125,6 +126,9 @@ class Asking:
         with watch as by_the_check:
             verdict = check.verdict()
         if verdict is None:
+            runs.still_more()
+            return None
+        if self._with_other_draws(dims, verdict) is not verdict:
             return None
         found = self.meaning(dims, verdict, ways)
         as_it_runs = not (check.has_effects or are_replaced)
@@ -148,6 +152,7 @@ class Asking:
         if (found := self.otherwise()) is not None:
             return found
         dims, verdict = verdicts[0]
+        self.runs.uniform = verdict.uniform
         if verdict.trial is not None and not verdict.is_wrong:
             self.tell(dims, verdict)
             meaning = self.meaning(dims, verdict, ways)
@@ -165,6 +170,7 @@ class Asking:
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried
+            self.runs.uniform = verdict.uniform
             text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
             text = text or messages.wrong(
                 self._by_buffers(dims, verdict), self.inputs, dims, self._advice()
@@ -240,8 +246,11 @@ class Asking:
 
     def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
         """The meaning with these batch dimensions, once the backward has been checked as well."""
+        self.runs.uniform = verdict.uniform
         if self.contradiction:
             refuse(self.asked, self.contradiction)
+        if self.random:
+            refuse(self.asked, messages.not_stilled(sorted(self.random)))
         problem = self.in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
@@ -444,30 +453,49 @@ class Asking:
         batch = rows_in(self.inputs, dims) or 0
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
-        is_listed = self.listed is not None
-        sizes = sizes or (*SIZES, self.asked.sizes(batch))
-        question = Question(
-            *(self.runs.ran, self.tensors, dims, sizes, is_listed),
-            counts=self.asked.counts,
-            said=self.runs.said,
-        )
-        self.runs.drew = False
+        self.runs.drew, self.runs.uniform = False, UNIFORM[0]
+        question = self._question(dims, sizes or (*SIZES, self.asked.sizes(batch)))
         modes = len(self.runs.modes)
         verdict = check(question, self._ignored, is_likely=is_likely)
         if len(self.runs.modes) < modes:  # else what it gives in two modes would be compared
             verdict = check(question, self._ignored, is_likely=is_likely)
-        if self.runs.drew and not self.runs.stilled:
-            self.runs.stilled, self.runs.drew = True, False
+        if self.runs.still_more():
             verdict = check(question, self._ignored, is_likely=is_likely)
         if self.runs.drew and not verdict.is_exact and verdict.trial is not None:
             self.random = self._moving(verdict.trial)
             verdict = check(question, self._ignored, is_likely=is_likely)
+        verdict = self._with_other_draws(dims, verdict)
         if not (self.runs.loss and self.runs.returns_loss and self.asked.loss_weight is not None):
             return verdict
         weigh = self._weigh(self.asked.loss_weight)
         verdict, self.contradiction = weighed(
             verdict, self.runs.loss, self.asked.loss_weight, weigh, dims
         )
+        return verdict
+
+    def _question(self, dims: InDims, sizes: Sequence[tuple[int, ...]]) -> Question:
+        return Question(
+            *(self.runs.ran, self.tensors, dims, sizes, self.listed is not None),
+            counts=self.asked.counts,
+            said=self.runs.said,
+        )
+
+    def _with_other_draws(self, dims: InDims, verdict: Verdict) -> Verdict:
+        """The same verdict; or another one, where something shows with other random numbers only:
+        rows that are mixed where a number is below a rate, or an output that is zero, so that it
+        may be a mean or a sum, where a mask leaves nothing."""
+        trial = verdict.trial
+        if not (self.runs.met_uniform and self.asked.check and verdict.is_exact) or trial is None:
+            return verdict
+        for uniform in UNIFORM[1:]:
+            self.runs.uniform = uniform
+            other = check(self._question(dims, [trial.sizes]), self._ignored, is_likely=True)
+            other.uniform = uniform
+            if other.problems:
+                return other
+            says_more = other.unclear < verdict.unclear or other.same < verdict.same
+            if other.is_exact and says_more:
+                verdict = other
         return verdict
 
     def _ignored(self, path: str) -> bool:

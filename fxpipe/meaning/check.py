@@ -39,6 +39,7 @@ from fxpipe.meaning.compare import (
     tolerance,
     unit_of,
 )
+from fxpipe.meaning.drawn import UNIFORM
 from fxpipe.meaning.listed import is_a_row
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
@@ -93,6 +94,8 @@ class Verdict:
     """Sizes of parts that are too small: the model gives something else for them."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
+    uniform: float = UNIFORM[0]
+    """What has stood for random numbers from 0 to 1."""
 
     @property
     def trial(self) -> Trial | None:

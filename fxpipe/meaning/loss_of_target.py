@@ -316,8 +316,7 @@ class _LossOfTarget:
         if verdict.trial is None and not self.with_gradients:
             self.with_gradients = True
             return self._checked(run)
-        if self.asking.runs.drew and not self.asking.runs.stilled:
-            self.asking.runs.stilled = True
+        if self.asking.runs.still_more():
             self.output_of.forget()
             return self._checked(run)
         return verdict

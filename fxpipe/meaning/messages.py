@@ -212,6 +212,19 @@ def unrepeatable(path: str, apart: Difference) -> str:
     )
 
 
+def not_stilled(paths: Sequence[str]) -> str:
+    """The message for outputs that cannot be compared, since they depend on random numbers which
+    differ between the runs of the check."""
+    return (
+        f"{' and '.join(paths)} cannot be compared with what micro-batches give: it depends on "
+        "random numbers that the check does not know how to hold still, such as those of an "
+        "operator of your own, or of a function that has been imported from numpy.random or random "
+        "by its own name. Draw them with torch, or by numpy.random.rand(...), say, in place of "
+        'rand(...); or give check="warn", with which nothing tells whether rows depend on each '
+        "other, nor whether a number is a mean or a sum, and in_dims and out_dims, which say it"
+    )
+
+
 def lasting(text: str) -> str:
     """The warning for a state that is another one after micro-batches than after all rows."""
     return (

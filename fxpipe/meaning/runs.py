@@ -17,11 +17,13 @@ from fxpipe.ir.structure import leaves, map_tensors
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.backward import differentiable, with_history
 from fxpipe.meaning.cut_off import CutOff
+from fxpipe.meaning.drawn import UNIFORM
+from fxpipe.meaning.drawn_on_the_host import SEED, Met, stilled_host
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, broadcast
 from fxpipe.meaning.stilled import still
 from fxpipe.meaning.stirred import Values, in_place_of_zeros, stirred
-from fxpipe.runtime.random import seed_host
+from fxpipe.runtime.random import HostRandomState, seed_host
 from fxpipe.runtime.state import Attribute
 from fxpipe.trace import Traced, called, parameters_put_back, untouched
 from fxpipe.trace.gradients import without_saved_tensors
@@ -48,15 +50,19 @@ class ModelRuns:
     ) -> None:
         self.model, self.fill, self.real, self.asked = model, fill, real, asked
         self.stilled = model.training  # whether the model runs without randomness, see ``still``
+        self.stilled_host = False  # whether also without that of Python and NumPy
+        self.uniform = UNIFORM[0]  # what stands for random numbers from 0 to 1
         # How the model is run, the first way that it takes: with gradients for the parameters and
         # for these inputs, or without any gradients (None).
         self.modes: list[Mapping[int, str] | None] = [self.real] if self.real else []
         self.modes += [{}, None]
         self.drew = False  # whether a run of the model has drawn random numbers
+        self.drew_on_the_host = False  # whether Python or NumPy has drawn them
         self.puts_outside = False  # whether a run has put tensors into global variables
         self.met_norm = False  # whether it has called a norm whose statistics have been replaced
         self.met_batch_norm = False  # whether that was a batch norm that is no module
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
+        self.met_uniform = False  # whether one that may be compared with a rate
         self.said: dict[str, Any] = {}  # what ``out_dims`` says of outputs, by their paths
         self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
         self.returns_loss = asked.returns_loss
@@ -96,6 +102,14 @@ class ModelRuns:
     def are_stilled(self) -> bool:
         """Whether something has been put in the place of random numbers or batch statistics."""
         return self.met_norm or self.met_random_numbers
+
+    def still_more(self) -> bool:
+        """If runs have drawn random numbers: have something put in their place in runs from now on.
+        Returns whether there is something that has not been."""
+        if not self.drew or (self.stilled and (self.stilled_host or not self.drew_on_the_host)):
+            return False
+        self.stilled, self.stilled_host, self.drew = True, self.drew_on_the_host, False
+        return True
 
     def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
         """The model's output for these tensors, from a run without side effects."""
@@ -196,7 +210,8 @@ class ModelRuns:
 
     def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
         """What a function gives that calls the model, without effect on the model."""
-        quiet = still(self.model) if self.stilled else nullcontext()
+        quiet = still(self.model, self.uniform) if self.stilled else nullcontext()
+        host = stilled_host(self.uniform) if self.stilled_host else nullcontext(Met())
         if self._values is None:
             self._values = in_place_of_zeros(self.model)
         with (
@@ -208,13 +223,23 @@ class ModelRuns:
                 torch.manual_seed(seed)
                 seed_host(seed)
             before = dict(self.model.named_buffers())
-            with quiet as stilled:
+            with quiet as stilled, host as met:
+                # A function of NumPy that the model has imported by its own name still draws: the
+                # same numbers in each run.
+                if seed is None and self.stilled_host:
+                    seed_host(SEED)
+                state = HostRandomState() if self.stilled_host else None
                 made = run()
             if stilled is not None:
                 self.met_norm |= stilled.met_norm
                 self.met_batch_norm |= stilled.met_batch_norm
-                self.met_random_numbers |= stilled.met_random_numbers
-            self.drew = self.drew or (seed is None and since.drew_random_numbers())
+                met.take(stilled.drawn.met, stilled.drawn.met_uniform)
+            self.met_random_numbers |= met.any
+            self.met_uniform |= met.uniform
+            if seed is None:
+                on_the_host = since.drew_on_the_host() if state is None else state.has_changed
+                self.drew_on_the_host |= on_the_host
+                self.drew |= on_the_host or since.drew_with_torch()
             self.puts_outside |= bool(since.changed_outside())
             if self.changed is None:
                 self.changed = self._changes(since, before, written)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.meaning.drawn import UNIFORM, Drawn
 
 aten = torch.ops.aten
 
@@ -49,9 +50,9 @@ def dropouts(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[Still]:
+def still(model: nn.Module, uniform: float = UNIFORM[0]) -> Iterator[Still]:
     """Inside the ``with`` block batch norms use fixed statistics, and functions that draw random
-    numbers return constants.
+    numbers return constants; ``uniform`` is that for numbers from 0 to 1.
 
     Yields a mode that says whether the model has called a batch norm that is no module (in graphs
     that Dynamo has captured, all of them are functions), and whether it would have drawn random
@@ -60,7 +61,7 @@ def still(model: nn.Module) -> Iterator[Still]:
     Attributes of modules that are set here are put back by ``fxpipe.trace.untouched``, which the
     caller has to enter before.
     """
-    mode = Still()  # type: ignore[no-untyped-call]
+    mode = Still(uniform)
     told: list[nn.Module] = []  # the instance norms that tell the mode when they are under way
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.training:
@@ -100,9 +101,9 @@ def _by_row(mode: Still, forward: Callable[..., Tensor], *args: Any, **kwargs: A
 
 
 class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that replaces operators: a random tensor has the same value everywhere,
-    dropout keeps all values, and a batch norm in train mode uses its running statistics, or mean 0
-    and variance 1 if it keeps none."""
+    """A dispatch mode that replaces operators: a random tensor has the same value everywhere and
+    dropout keeps all values (:mod:`fxpipe.meaning.drawn`), and a batch norm in train mode uses its
+    running statistics, or mean 0 and variance 1 if it keeps none."""
 
     met_norm = False
     """Whether a norm has been replaced: a batch norm in train mode, or an instance norm."""
@@ -110,8 +111,10 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Whether a batch norm in train mode has been replaced."""
     is_by_row = False
     """Whether the module of an instance norm is under way."""
-    met_random_numbers = False
-    """Whether an operator that draws random numbers has been replaced."""
+
+    def __init__(self, uniform: float = UNIFORM[0]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = Drawn(uniform)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -121,11 +124,12 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = self._by_fixed_statistics(args)
         elif func.overloadpacket in _BATCH_NORM_BACKWARDS:
             func, args = _back_by_fixed_statistics(func, args)
-        instead = _INSTEAD.get(func.overloadpacket)
-        if instead is not None:
-            self.met_random_numbers = True
-            return instead(func, args, kwargs)
-        return func(*args, **kwargs)
+        made = self.drawn.instead(func, args, kwargs)
+        if made is NotImplemented and torch.Tag.nondeterministic_seeded in func.tags:
+            # In inference mode a mode sees dropout itself, and not what it is made of.
+            with self:
+                made = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
 
     def _by_fixed_statistics(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, weight, bias, mean, var, training, *rest = args
@@ -170,98 +174,3 @@ _BATCH_NORM_BACKWARDS = (
     aten.miopen_batch_norm_backward,
 )
 """Their backwards; the last two have no argument ``training``, and exist for train mode only."""
-
-
-def _filled(value: float, like: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of an operator that returns a random tensor: ``like`` makes a tensor of the
-    same shape, which is filled with ``value``."""
-
-    def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = {k: v for k, v in kwargs.items() if k not in ("generator", "p")}
-        return like(*args[:1], **options).fill_(value)
-
-    return draw
-
-
-def _in_place(value: float) -> Callable[..., Any]:
-    """The replacement of an operator that fills a tensor with random numbers: it fills it with
-    ``value``."""
-
-    def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0].fill_(value)
-
-    return draw
-
-
-def _integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    low, high, size = args if len(args) > 2 else (0, *args)
-    own = {k: v for k, v in kwargs.items() if k != "generator"}
-    return torch.full(size, (low + high) // 2, **{"dtype": torch.long, **own})
-
-
-def _integers_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like, *bounds = args
-    low, high = bounds if len(bounds) > 1 else (0, *bounds)
-    return torch.full_like(like, (low + high) // 2, **kwargs)
-
-
-def _turned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place of a random order the reverse one, in which rows that change places show."""
-    own = {k: v for k, v in kwargs.items() if k != "generator"}
-    return torch.arange(args[0] - 1, -1, -1, **own)
-
-
-def _heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    probabilities = args[0] if len(args) < 2 else torch.full_like(args[0], args[1])
-    return probabilities.round()
-
-
-def _any_integer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].fill_(args[1] if len(args) > 2 else 0)  # from, to; or none, or only to
-
-
-def _means(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not any(isinstance(each, Tensor) for each in args[:2]):
-        return func(*args, **kwargs)
-    mean, spread = args[:2]
-    return mean + 0.0 * spread
-
-
-def _likeliest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place of samples from probabilities the likeliest ones, all different if there are as
-    many; of equally likely ones the last."""
-    probabilities, count = args[:2]
-    last_first = probabilities.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    order = probabilities.shape[-1] - 1 - last_first
-    places = torch.arange(count, device=order.device) % order.shape[-1]
-    return order.index_select(-1, places)
-
-
-def _undropped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The replacement of dropout: the output equals the input, and the mask keeps all values."""
-    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-
-
-_INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten.rand: _filled(0.5, torch.empty),
-    aten.randn: _filled(0.0, torch.empty),
-    aten.rand_like: _filled(0.5, torch.empty_like),
-    aten.randn_like: _filled(0.0, torch.empty_like),
-    aten.uniform_: _in_place(0.5),
-    aten.normal_: _in_place(0.0),
-    aten.exponential_: _in_place(1.0),
-    aten.bernoulli_: _in_place(1.0),
-    aten.bernoulli: _heads,
-    aten.log_normal_: _in_place(1.0),
-    aten.cauchy_: _in_place(0.0),
-    aten.geometric_: _in_place(1.0),
-    aten.native_dropout: _undropped,
-    aten.random_: _any_integer,
-    aten.normal: _means,
-    aten.randint: _integers,
-    aten.randint_like: _integers_like,
-    aten.randperm: _turned,
-    aten.multinomial: _likeliest,
-    aten.poisson: lambda func, args, kwargs: args[0].round(),
-    aten.binomial: lambda func, args, kwargs: (args[0] * args[1]).round(),
-}

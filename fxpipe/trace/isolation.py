@@ -54,7 +54,11 @@ class Since:
 
     def drew_random_numbers(self) -> bool:
         """Whether random numbers have been drawn since then."""
-        return self._random.has_changed or self.drew_on_the_host()
+        return self.drew_with_torch() or self.drew_on_the_host()
+
+    def drew_with_torch(self) -> bool:
+        """Whether random numbers of PyTorch's generators have been drawn since then."""
+        return self._random.has_changed
 
     def drew_on_the_host(self) -> bool:
         """Whether random numbers of Python's or NumPy's generator have been drawn since then."""
