@@ -47,6 +47,7 @@ NO_BACKWARD = "no_backward"  #: True where a gradient is required, but no backwa
 WRITTEN = "written"  #: True at the placeholder of an input that is written to
 SEED = "seed"  #: True at the placeholder of the seed
 RANDOM = "random"  #: True where random numbers are drawn
+ON_THE_HOST = "on_the_host"  #: True where Python's ``random`` or NumPy draws them
 WHOLE = "whole"  #: tuple[str, str]: why a front end has made one node of this; what would help
 ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micro-batches
 UPDATES = "updates"  #: tuple[str, ...]: by name what such a node updates, then what it is given

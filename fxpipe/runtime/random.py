@@ -79,10 +79,10 @@ class HostRandomState:
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python's random number generator and NumPy's."""
+    """Seed Python's random number generator and NumPy's, which takes seeds of 32 bits."""
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _numpy_state() -> Any:
@@ -284,6 +284,21 @@ class _seeded_one(seeded):
         return _KeptGenerator(self._generator)
 
 
+class seeded_with_the_host(seeded):
+    """As :class:`seeded`, with Python's generator and NumPy's, too."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._host = HostRandomState()
+        seed_host(self._seed)
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._host.put_back()
+        finally:
+            super().__exit__(*raised)
+
+
 def derived_seed(seed: int, index: int, number: int = 0) -> int:
     """The seed of a function that draws, computed from the seed of its micro-batch.
 
@@ -299,14 +314,21 @@ class Seeded(nn.Module):
     """A module that takes a seed and then runs a function (or module) that draws random numbers.
 
     ``index`` is the function's number among those that are given the same seed. Where the seed is
-    None, the function draws from the default generator as it stands.
+    None, the function draws from the default generator as it stands. ``on_the_host`` says whether
+    it draws with Python's ``random``, or with NumPy, whose generators all lanes share as well.
     """
 
-    def __init__(self, function: Callable[..., Any], index: int) -> None:
+    def __init__(self, function: Callable[..., Any], index: int, on_the_host: bool = False) -> None:
         super().__init__()
         self.function = function
         self.index = index
         self._is_dropout = _is_dropout(function)
+        self.on_the_host = on_the_host
+        self._seeded = seeded_with_the_host if on_the_host else seeded
+
+    def of(self, function: Callable[..., Any]) -> Seeded:
+        """The same with another function."""
+        return Seeded(function, self.index, self.on_the_host)
 
     def forward(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``, whose random numbers depend on the seed only."""
@@ -318,8 +340,15 @@ class Seeded(nn.Module):
             if generator is not None:
                 with _seeded_one(own, generator):
                     return self.function(*args, **kwargs)
-        with seeded(own, _devices(args, kwargs)):
+        with self._seeded(own, _devices(args, kwargs)):
             return self.function(*args, **kwargs)
+
+
+def draws_on_the_host(module: nn.Module | None) -> bool:
+    """Whether a module, or one within it, has been seen to draw with Python's ``random``, or with
+    NumPy: it has an attribute of this name then (:class:`fxpipe.trace.whole.Whole`)."""
+    within = () if module is None else module.modules()
+    return any(getattr(each, "draws_on_the_host", False) is True for each in within)
 
 
 _DROPOUT_MODULES = frozenset(

@@ -23,7 +23,7 @@ from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
-from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
@@ -97,6 +97,7 @@ class _ObservedCall:
     made: list[Tensor]  # the outputs, as tensors on "meta"
     written: tuple[str, ...]  # buffers that the call wrote to
     draws: bool  # whether it drew random numbers
+    draws_on_the_host: bool  # whether Python or NumPy drew them
     flops: int  # how many it computed
 
 
@@ -111,6 +112,7 @@ class Call:
     shapes: list[_ShapeRule]
     written: tuple[str, ...]  # buffers that the call writes to
     draws: bool  # whether it draws random numbers
+    draws_on_the_host: bool  # whether Python or NumPy draws them
     work: _FlopsRule
 
     @staticmethod
@@ -139,8 +141,9 @@ class Call:
             if None in sizes:
                 raise NotWhole(module, "the sizes of its outputs do not follow from its inputs'")
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
+        draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
         work = _FlopsRule.from_runs(runs)
-        return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws, work)
+        return Call(module, first.inputs, first.outputs, shapes, first.written, *draws, work)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialised outputs, of the shapes and dtypes that these inputs lead to."""
@@ -188,6 +191,7 @@ class Whole(nn.Module):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.module, self.seen = call.module, call
+        self.draws_on_the_host = call.draws_on_the_host  # asked for by pass "alias"
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -316,7 +320,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         buffers = dict(module.named_buffers())
         before = [version_of(tensor) for tensor in (*given, *buffers.values())]
         tensors = (*given, *module.parameters(), *buffers.values())
-        state = RandomState(devices_of(tensors))
+        state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
         with Flops() as flops:
             output = forward(*args, **kwargs)
@@ -334,7 +338,8 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 [tensor.shape for tensor in given],
                 [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
                 tuple(name for name, old, new in changed if old != new),
-                state.has_changed,
+                state.has_changed or host.has_changed,
+                host.has_changed,
                 flops.total,
             )
         )

@@ -29,12 +29,22 @@ from typing import Any, ClassVar
 
 import networkx as nx
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
-from fxpipe.ir.graph import AGAIN, ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.graph import (
+    AGAIN,
+    ALIAS,
+    NO_BACKWARD,
+    ON_THE_HOST,
+    RANDOM,
+    SAME_AS,
+    VALUE,
+    WRITES,
+)
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.runtime.checkpointing.regions import regions_within
+from fxpipe.runtime.random import HostRandomState, draws_on_the_host
 from fxpipe.runtime.writes import statistics_written_by
 from passes.common.fakes import FakeInterpreter, backward_edges, history_of
 
@@ -47,7 +57,8 @@ class Alias:
     ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is the number of
     a group of nodes that have to stay in one stage; ``meta["same_as"]`` names the nodes whose
     tensors the node returns just as it was given them; ``meta["random"]`` is set where random
-    numbers are drawn, and ``meta["no_backward"]`` where a value has autograd history that the
+    numbers are drawn, with ``meta["on_the_host"]`` if by Python or NumPy; and
+    ``meta["no_backward"]`` where a value has autograd history that the
     backward from the outputs does not reach. ``meta["again"]`` names the buffers to which a
     checkpoint of the model's own writes a second time when its backward runs its forward again.
 
@@ -60,7 +71,7 @@ class Alias:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
-            for key in (WRITES, AGAIN, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
+            for key in (WRITES, AGAIN, ALIAS, RANDOM, ON_THE_HOST, SAME_AS, NO_BACKWARD):
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
         inputs = seen.fake(self.inputs)
@@ -183,6 +194,13 @@ class _Watcher(FakeInterpreter):
         """The nodes whose results share memory with any of these tensors."""
         return list(dict.fromkeys(node for m in memories for node in self.given[m]))
 
+    def _users_module(self, n: fx.Node) -> nn.Module | None:
+        """The module that a node calls, if that is none of PyTorch's own, which never draw random
+        numbers with Python or NumPy."""
+        module = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        is_torchs = module is not None and type(module).__module__.startswith("torch.nn.")
+        return None if is_torchs else module
+
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         before = [(tensor, version_of(tensor)) for tensor in tensors_of((args, kwargs))]
@@ -190,7 +208,11 @@ class _Watcher(FakeInterpreter):
         versions = [version_of(buffer) for buffer in own]
         self.randomness.has_drawn = False
         self.statistics.written.clear()
+        module = self._users_module(n)
+        host = None if module is None else HostRandomState()
         value = super().run_node(n)
+        if host is not None and (host.has_changed or draws_on_the_host(module)):
+            n.meta[RANDOM] = n.meta[ON_THE_HOST] = True
         written = {memory_of(tensor) for tensor, version in before if version_of(tensor) != version}
         if written:
             self.written[n] = written

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.ir.graph import RANDOM, SEED, VALUE, add_input, stage_nodes
+from fxpipe.ir.graph import ON_THE_HOST, RANDOM, SEED, VALUE, add_input, stage_nodes
 from fxpipe.runtime.random import Method, Seeded
 
 
@@ -41,7 +41,9 @@ class Random:
         seed.meta = {SEED: True, VALUE: 0}
         for index, node in enumerate(drawing):
             target = f"{node.name}_seeded"
-            gm.add_submodule(target, Seeded(_function(gm, node), index))
+            gm.add_submodule(
+                target, Seeded(_function(gm, node), index, node.meta.get(ON_THE_HOST, False))
+            )
             # It keeps its name, by which users and saved profiles know it.
             node.op, node.target, node.args = "call_module", target, (seed, *node.args)
         gm.recompile()

@@ -107,7 +107,8 @@ def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
     """A module for a node to call in place of ``module``: the same region, with another body."""
     region = region_of(module)
     assert region is not None
-    return Seeded(region.of(body), module.index) if isinstance(module, Seeded) else region.of(body)
+    own = region.of(body)
+    return module.of(own) if isinstance(module, Seeded) else own
 
 
 def regions_in(gm: fx.GraphModule) -> Iterator[tuple[str, nn.Module, Region]]:

@@ -1,5 +1,7 @@
+import random as host
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -155,3 +157,33 @@ def test_a_module_that_is_given_a_list_has_its_tensors_devices_seeded():
     first, second = (Seeded(OfAList(), 0)(3, [torch.ones(50)]) for _ in range(2))
 
     assert torch.equal(first, second)
+
+
+def drawn_on_the_host(x):
+    return x + host.random() + np.random.rand()
+
+
+def test_python_and_numpy_draw_from_the_seed_too_where_a_function_draws_with_them():
+    x, draws = torch.zeros(()), Seeded(drawn_on_the_host, 0, on_the_host=True)
+    states = host.getstate(), np.random.get_state()[1].tolist()
+    found = draws(7, x)
+    assert (host.getstate(), np.random.get_state()[1].tolist()) == states, "they are as they were"
+    host.random(), np.random.rand()
+    assert torch.equal(draws(7, x), found)
+    assert torch.equal(draws.of(drawn_on_the_host)(7, x), found)
+    assert not torch.equal(draws(8, x), found)
+
+
+def test_python_and_numpy_draw_the_same_whatever_other_threads_draw():
+    x, draws = torch.zeros(()), Seeded(drawn_on_the_host, 0, on_the_host=True)
+    expected, found = [draws(seed, x) for seed in range(3)], {}
+
+    def work(seed):
+        found[seed] = [draws(seed, x) for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(each, expected[seed]) for seed, drawn in found.items() for each in drawn)
