@@ -35,7 +35,7 @@ def is_of_a_model(filename: str) -> bool:
     generated."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
-    return filename == _DEMO or not (filename.startswith(_OTHERS) or _is_pythons(filename))
+    return filename == _DEMO or not (filename.startswith(_OTHERS) or is_pythons(filename))
 
 
 @cache
@@ -52,10 +52,11 @@ def is_a_users(filename: str, module: str) -> bool:
         return True
     if module.split(".")[0] in _PACKAGES or filename.startswith(_GENERATED):
         return False
-    return not (_is_pythons(filename) or filename.startswith(_OTHERS))
+    return not (is_pythons(filename) or filename.startswith(_OTHERS))
 
 
-def _is_pythons(filename: str) -> bool:
+@cache
+def is_pythons(filename: str) -> bool:
     """Whether a file is of Python's own library."""
     return filename.startswith(_PYTHONS) and "site-packages" not in filename
 

@@ -111,7 +111,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         if not isinstance(value, nn.Parameter) and not value.is_meta
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    gradients = [(p, p.grad) for p in parameters]
+    trained = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    gradients = [(leaf, leaf.grad) for leaf in (*parameters, *trained)]
     devices = devices_used((*parameters, *tensors))
     state, host = RandomState(devices), HostRandomState()
     outer = _here.models
@@ -126,8 +127,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                 for key, hook in list(hooks.items()):
                     if not is_torchs(hook) and (module is model or not records(model, hook)):
                         del hooks[key]
-        for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
-            parameter.grad = None
+        for leaf, _ in gradients:  # a forward that runs a backward may add to gradients
+            leaf.grad = None
         with _eagerly():
             yield Since(state, host, contents, saved_tensors, outside, held)
     finally:
@@ -139,8 +140,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
             if not same_entries(owner, saved):
                 owner.clear()
                 owner.update(saved)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
         with torch.no_grad():
             for tensor, value in saved_tensors:
                 # If autograd has saved a buffer for a backward, any later write to the buffer makes

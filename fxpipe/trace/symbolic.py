@@ -30,6 +30,7 @@ from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import running_lines
+from fxpipe.trace.looked_up import Proxy
 from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
 
@@ -69,6 +70,11 @@ def front_end(example: Example) -> Traced:
             raise Refused(
                 "it computes with parameters that it does not get by their names (but from "
                 "parameters(), say, or out of a list), which fx would do once, without gradients"
+            )
+        if tracer.looked_up:
+            raise Refused(
+                "it looks something up by a size, or writes a size as text, which fx does not see "
+                f"(at {tracer.looked_up})"
             )
         if tracer.folded.writes:
             raise Refused(
@@ -111,6 +117,7 @@ class _SymbolicTracer(fx.Tracer):
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.folded = Folded()
+        self.looked_up = ""  # the line at which something has been looked up by a size
         state = model.named_parameters, model.named_buffers
         self.own = {name for named in state for name, _ in named(remove_duplicate=False)}
         self.modes = Ambient.here()
@@ -158,6 +165,9 @@ class _SymbolicTracer(fx.Tracer):
             raise Refused(GRADIENTS)
         node.stack_trace = running_lines()
         return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and a.grad_fn is not None:

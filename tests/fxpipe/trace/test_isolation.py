@@ -300,3 +300,12 @@ def test_entries_are_put_back_in_their_order() -> None:
     assert list(model.parts.items()) == [("a", 1), ("b", 2)]
     assert model.same == {"a": 1}
     assert list(vars(model)) == list(before)
+
+
+def test_a_backward_inside_leaves_the_gradient_of_a_tensor_that_is_no_parameter() -> None:
+    model = nn.Linear(4, 4)
+    model.scale = torch.ones(4, requires_grad=True)
+    model.scale.grad = before = torch.full((4,), 2.0)
+    with untouched(model):
+        (model(x(2, 4)) * model.scale).sum().backward()
+    assert model.scale.grad is before and torch.equal(before, torch.full((4,), 2.0))

@@ -1,0 +1,85 @@
+"""What a forward looks up by a size: symbolic tracing does not see it, and export makes the size a
+constant."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+LENGTHS = 8, 6, 3, 9, 6
+
+
+class Kind(enum.Enum):
+    SHORT = 3
+    LONG = 9
+
+
+def by_enum(t):
+    try:
+        return {Kind.SHORT: 2.0, Kind.LONG: 3.0}[Kind(t)]
+    except ValueError:
+        return 1.0
+
+
+def by_error(t):
+    try:
+        return {3: 2.0, 9: 3.0}[t]
+    except KeyError:
+        return 1.0
+
+
+LOOKUPS = {
+    "dict": lambda t: {3: 2.0, 9: 3.0}.get(t, 1.0),
+    "set": lambda t: 2.0 if t in {3, 9} else 1.0,
+    "Counter": lambda t: 1.0 + Counter([3, 9, 9])[t],
+    "tuple": lambda t: {(3, 1): 2.0, (9, 1): 3.0}.get((t, 1), 1.0),
+    "str": lambda t: {"3": 2.0, "9": 3.0}.get(str(t), 1.0),
+    "repr": lambda t: {"3": 2.0, "9": 3.0}.get(repr(t), 1.0),
+    "f-string": lambda t: {"3": 2.0, "9": 3.0}.get(f"{t}", 1.0),
+    "%s": lambda t: {"3": 2.0, "9": 3.0}.get("%s" % t, 1.0),  # noqa: UP031
+    "Enum": by_enum,
+    "KeyError": by_error,
+}
+
+
+class Scaled(nn.Module):
+    """Scales by a number that is looked up by the length."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        self.a, self.b, self.look_up = nn.Linear(4, 4), nn.Linear(4, 4), look_up
+
+    def forward(self, x):
+        return self.b(self.a(x) * self.look_up(x.shape[1]))
+
+
+@pytest.mark.parametrize("way", LOOKUPS)
+def test_each_length_has_what_is_looked_up_by_it(way):
+    model = Scaled(LOOKUPS[way])
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for length in LENGTHS:
+            x = torch.randn(4, length, 4)
+            torch.testing.assert_close(pipe(x), torch.cat([alone(part) for part in x.chunk(2)]))
+
+
+def test_a_symbolic_trace_that_looks_something_up_is_refused_at_its_line():
+    pipe = fxpipe.compile(Scaled(LOOKUPS["set"]), ["cpu"] * 2, chunks=2, tracer="symbolic")
+    said = r"looks something up by a size, .*if t in \{3, 9\}"
+    with pytest.raises(fxpipe.TraceError, match=said):
+        pipe(torch.randn(4, 5, 4))
+
+
+def test_a_size_that_is_only_computed_with_is_no_key():
+    model = Scaled(lambda t: t * 0.5)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer="symbolic") as pipe:
+        for length in LENGTHS:
+            pipe(torch.randn(4, length, 4))
+        assert len(pipe.compilations) == 1
