@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.compiler import written_again
@@ -228,6 +229,7 @@ class Compiler(LaterChecks):
             )
         name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
+        records_gradients = torch.is_grad_enabled()  # not as while the model is compiled
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet(), prints():
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
@@ -236,10 +238,10 @@ class Compiler(LaterChecks):
                     self._slot = self._slot_of(args, kwargs, inputs)
                 entry = self._slot.entry()
                 try:
-                    mode, why = self._new_or_found(args, kwargs, inputs, entry)
+                    mode, why = self._new_or_found(args, kwargs, inputs, entry, records_gradients)
                 except Unusable as error:
                     self._slot.refuse(error)
-                    mode, why = self._new_or_found(args, kwargs, inputs, None)
+                    mode, why = self._new_or_found(args, kwargs, inputs, None, records_gradients)
         if not why:
             return mode
         front_end, seconds = mode.traced.front_end, time.perf_counter() - begin
@@ -286,6 +288,7 @@ class Compiler(LaterChecks):
         kwargs: dict[str, Any],
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         entry: CacheEntry | None,
+        records_gradients: bool,
     ) -> tuple[Mode, tuple[str, ...]]:
         """A new mode for a call, and why it has been compiled; or a mode that there is, and nothing
         to say, if the check finds that it serves the call.
@@ -293,6 +296,7 @@ class Compiler(LaterChecks):
         Args:
             inputs: the arguments, where the model can run with them.
             entry: what the cache on disk has for this call.
+            records_gradients: whether the call records gradients.
 
         Raises:
             Unusable: if the model cannot be compiled from the entry.
@@ -317,7 +321,7 @@ class Compiler(LaterChecks):
                 "call: give one with two rows or more first, or as example_inputs; empty ones are "
                 "taken after that"
             )
-        call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
+        call = GuardedCall(self.model, args, kwargs, meaning.in_dims, records_gradients)
         mode = self.cache.mode(call)
         if mode is not None:  # found now that the batch dimensions are known
             return mode, ()

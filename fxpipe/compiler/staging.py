@@ -436,8 +436,18 @@ class Staging(ABC):
 
     def _refuse_flags_of_inputs(self, reads: Reads, call: GuardedCall) -> None:
         """Refuse an input that requires a gradient where the forward may branch by that: a model is
-        traced and compared on inputs that do not."""
+        traced and compared on inputs that do not. Refuse a call that records no gradients, too: a
+        model is traced with gradients."""
         asks = any(name == OF_INPUTS for _, name in reads)
+        trains = any(parameter.requires_grad for parameter in self.model.parameters())
+        if asks and trains and not call.records_gradients:
+            raise Unsupported(
+                f"the forward of {type(self.model).__name__} asks whether a tensor requires a "
+                "gradient (tensor.requires_grad), or whether gradients are recorded, and this call "
+                "records none. A graph has one branch only, that of calls which do. Let the "
+                "forward branch by something else, such as self.training or an argument; or call "
+                "the model itself, pipe.module, without gradients"
+            )
         pairs = zip(call.paths, call.require_gradients, strict=True)
         if asks and (path := next((path for path, requires in pairs if requires), None)):
             raise Unsupported(

@@ -21,6 +21,7 @@ class GuardedCall:
     Args:
         dims: the batch dimension of each tensor of the call, None for one that is shared. If
             ``dims`` itself is None, guards do not compare batch dimensions.
+        records_gradients: whether the call records gradients; by default whether this thread does.
     """
 
     def __init__(
@@ -29,8 +30,12 @@ class GuardedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: Sequence[InDim] | None = None,
+        records_gradients: bool | None = None,
     ) -> None:
         self.model, self.args, self.kwargs, self.dims = model, args, kwargs, dims
+        self.records_gradients = (
+            torch.is_grad_enabled() if records_gradients is None else records_gradients
+        )
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

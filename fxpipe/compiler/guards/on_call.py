@@ -263,15 +263,19 @@ class AutocastGuard:
 
 @dataclass(frozen=True)
 class GradientsGuard:
-    """Which tensors of the call require gradients, for a model whose forward asks for that."""
+    """Which tensors of the call require gradients, and whether it records gradients, for a model
+    whose forward asks for that."""
 
     kind: ClassVar[str] = "gradients"
     flags: tuple[bool, ...]
+    recorded: bool
 
     def holds(self, call: GuardedCall) -> bool:
-        return self.flags == call.require_gradients
+        return self.flags == call.require_gradients and self.recorded is call.records_gradients
 
     def failure(self, call: GuardedCall) -> str:
+        if self.recorded is not call.records_gradients:
+            return f"torch.is_grad_enabled(): {self.recorded} → {call.records_gradients}"
         pairs = zip(call.paths, self.flags, call.require_gradients, strict=True)
         path, then, now = next(each for each in pairs if each[1] is not each[2])
         return f"{path}.requires_grad: {then} → {now}"

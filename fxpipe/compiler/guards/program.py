@@ -64,7 +64,7 @@ class Guards:
             *relations,
             self.modules,
             AutocastGuard(call.autocast),
-            *([GradientsGuard(call.require_gradients)] if asks else []),
+            *([GradientsGuard(call.require_gradients, call.records_gradients)] if asks else []),
             self.state,
         )
 

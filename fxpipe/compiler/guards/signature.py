@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.compiler.guards.calls import autocast_of
@@ -29,7 +30,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
         for part in parts
     ]
     same = same_objects(tensors)
-    return (autocast_of(tensors), same, len(args), *kwargs, *kinds), tensors
+    modes = autocast_of(tensors), torch.is_grad_enabled()
+    return (modes, same, len(args), *kwargs, *kinds), tensors
 
 
 _CONSTANTS = (type(None), bool, int, float, str)

@@ -101,3 +101,43 @@ def test_only_what_code_of_the_model_asks_is_noted():
         X.requires_grad  # noqa: B018
     assert (model, OF_INPUTS) in reads
     assert len(reads) == 1 + len(list(model.parameters()))
+
+
+class DoublesWhileTraining(nn.Module):
+    """Doubles a hidden value where a backward may follow, by what is asked."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.a, self.b, self.ask = nn.Linear(12, 12), nn.Linear(12, 12), ask
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(2 * h if self.ask(h) else h)
+
+
+ASKED = {
+    "requires_grad": lambda h: h.requires_grad,
+    "is_leaf": lambda h: not h.is_leaf,
+    "grad_fn": lambda h: h.grad_fn is not None,
+    "is_grad_enabled": lambda h: torch.is_grad_enabled(),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("way", ASKED)
+def test_a_call_without_gradients_is_refused_where_the_forward_asks_for_them(way, first):
+    model = DoublesWhileTraining(ASKED[way])
+    with compiled(model, "export") as pipe:
+        for records in (True, False) if first else (False, True):
+            with torch.set_grad_enabled(records):
+                if records:
+                    torch.testing.assert_close(pipe(X), model(X))
+                else:
+                    with pytest.raises(Unsupported, match="and this call records none"):
+                        pipe(X)
+
+
+def test_a_call_without_gradients_of_a_frozen_model_has_nothing_to_ask_for():
+    model = DoublesWhileTraining(ASKED["requires_grad"]).requires_grad_(False)
+    with compiled(model) as pipe, torch.no_grad():
+        torch.testing.assert_close(pipe(X), model(X))
