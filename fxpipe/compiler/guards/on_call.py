@@ -52,7 +52,9 @@ class ShapeGuard:
     """The dtype, the sizes and the batch dimension of a tensor.
 
     ``sizes`` has None for a size that may vary. If the graph is right for all dtypes and sizes,
-    ``dtype`` and ``sizes`` are None. ``example`` and ``shape`` are for messages.
+    ``dtype`` and ``sizes`` are None. Even then a size of 1, in another dimension than the batch's,
+    remains 1: of one step nothing tells how a model treats several, so that the check of what it
+    means says nothing of them. ``example`` and ``shape`` are for messages.
     """
 
     kind: ClassVar[str] = "shape"
@@ -91,14 +93,21 @@ class ShapeGuard:
     def holds(self, call: GuardedCall) -> bool:
         if call.dims is not None and call.dims[self.place] != self.dim:
             return False
-        if self.sizes is None:
-            return True
         tensor = call.tensors[self.place]
+        if self.sizes is None:
+            return not self._has_grown_from_one(tensor)
         return (
             tensor.dtype == self.dtype
             and len(tensor.shape) == len(self.sizes)
             and all(n in (None, m) for n, m in zip(self.sizes, tensor.shape, strict=True))
         )
+
+    def _has_grown_from_one(self, tensor: Tensor) -> bool:
+        """Whether the tensor is longer where that of the compiled call had a size of 1."""
+        if tensor.ndim != len(self.shape):
+            return False
+        pairs = enumerate(zip(self.shape, tensor.shape, strict=True))
+        return any(then == 1 < now and dim != self.dim for dim, (then, now) in pairs)
 
     def failure(self, call: GuardedCall) -> str:
         tensor = call.tensors[self.place]

@@ -299,3 +299,33 @@ def test_a_sum_is_one_after_the_step_has_been_drawn():
         pipe.draw("step")
         assert "taken for a mean" not in str(pipe.explain())
         assert_that_steps_are_the_models(pipe, total, texts(16), texts(16))
+
+
+class Reshaped(nn.Module):
+    """Reshapes where it should transpose, so that rows are mixed if there are several steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        rows, steps, _ = x.shape
+        h = self.a(x).reshape(steps, rows, 8)
+        return self.b(h.cumsum(0).reshape(rows, steps, 8))
+
+
+def test_what_one_step_means_says_nothing_of_several():
+    model = Reshaped()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        one = torch.randn(6, 1, 4)
+        torch.testing.assert_close(pipe(one), model(one))
+        with pytest.raises(fxpipe.BatchError):
+            pipe(torch.randn(6, 3, 4))
+
+
+def test_a_size_of_one_that_grows_compiles_once_more():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        for steps in 1, 3, 5, 2, 1:
+            pipe(torch.randn(6, steps, 4))
+        assert len(pipe.compilations) == 2
