@@ -192,8 +192,8 @@ _VALUES: dict[Any, Callable[[Given, float], Any]] = {
     aten.multinomial: _likeliest,
     aten.poisson: lambda given, uniform: given["self"].ceil(),
     aten.binomial: lambda given, uniform: (given["count"] * given["prob"]).ceil(),
-    aten._standard_gamma: lambda given, uniform: given["self"].clone(),
-    aten._sample_dirichlet: lambda given, uniform: (
+    torch.ops.aten._standard_gamma: lambda given, uniform: given["self"].clone(),
+    torch.ops.aten._sample_dirichlet: lambda given, uniform: (
         given["self"] / given["self"].sum(-1, keepdim=True)
     ),
 }

@@ -27,7 +27,7 @@ IN_PLACE = (
 
 
 @dataclass(frozen=True)
-class _Held:
+class _OneTensor:
     """A tensor that a module holds, as it was: ``alias`` has its memory."""
 
     module: nn.Module
@@ -64,7 +64,9 @@ class Held:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._all = [
-            _Held(module, name, held is parameters, tensor, tensor.detach(), tensor.requires_grad)
+            _OneTensor(
+                module, name, held is parameters, tensor, tensor.detach(), tensor.requires_grad
+            )
             for module in modules
             if not isinstance(module, torch.jit.ScriptModule)  # it has other containers
             for parameters in (module._parameters,)
