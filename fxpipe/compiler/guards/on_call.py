@@ -13,7 +13,7 @@ from torch import Tensor
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.guard import dtype_text, sizes_text, some_of
 from fxpipe.meaning.sample import batch_size
-from fxpipe.runtime.microbatch import InDim
+from fxpipe.runtime.microbatch import LISTED, InDim
 from fxpipe.trace.sizes import Condition, Sizes
 
 ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
@@ -103,8 +103,9 @@ class ShapeGuard:
         )
 
     def _has_grown_from_one(self, tensor: Tensor) -> bool:
-        """Whether the tensor is longer where that of the compiled call had a size of 1."""
-        if tensor.ndim != len(self.shape):
+        """Whether the tensor is longer where that of the compiled call had a size of 1. Among the
+        tensors of a list of rows others tell what longer ones mean."""
+        if tensor.ndim != len(self.shape) or self.dim == LISTED:
             return False
         pairs = enumerate(zip(self.shape, tensor.shape, strict=True))
         return any(then == 1 < now and dim != self.dim for dim, (then, now) in pairs)

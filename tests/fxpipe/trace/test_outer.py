@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.trace.isolation import untouched
-from tests.fxpipe.trace.small import BOTH
 
 TABLES: dict[int, Tensor] = {}
 LOSSES: list[Tensor] = []
@@ -107,7 +106,7 @@ def test_a_model_computes_tensors_after_it_has_been_compiled(kind: str, branches
             assert type(model(x)) is Tensor
 
 
-@BOTH
+@pytest.mark.parametrize("tracer", ["auto", "export"])  # a look-up by a size is no symbol
 def test_what_was_in_a_table_stays_there(tracer: str) -> None:
     table = by_hand(5)
     model = Positions("by hand", False)
