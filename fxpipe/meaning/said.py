@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from fxpipe.ir._torch import pytree
+from fxpipe.ir.errors import Unsupported
 from fxpipe.ir.structure import Structure, children
 from fxpipe.meaning.errors import BatchError
 from fxpipe.runtime.microbatch import LISTED, SUM
@@ -52,16 +55,30 @@ def named_inputs(
 
     Raises:
         BatchError: if ``in_dims`` does not fit the arguments.
+        Unsupported: for sequences that are packed, which have no dimension of their rows.
     """
     arguments = bound_arguments(model, args, kwargs).arguments
     inputs = []
     for name, value in arguments.items():
         said = _of_argument(in_dims, list(arguments), name)
+        _refuse_packed(name, value)
         tensors, structure = Structure.of(value)
         slots = [Slot() for _ in tensors]
         say(said, structure.fill(slots), name)
         inputs += [Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
     return inputs
+
+
+def _refuse_packed(name: str, value: Any) -> None:
+    parts, _ = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, PackedSequence))
+    if any(isinstance(part, PackedSequence) for part in parts):
+        raise Unsupported(
+            f"the input {name} is a PackedSequence, or has one, which cannot be cut into "
+            "micro-batches: give the padded batch and the lengths as two tensors, and pack them in "
+            "a module of its own within the model, by pack_padded_sequence(x, lengths, "
+            "batch_first=True, enforce_sorted=False), which pads what comes of them again, by "
+            "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])"
+        )
 
 
 def from_the_front(what: str, dim: Any, name: str, shape: Sequence[int]) -> int | None:
