@@ -443,10 +443,10 @@ class Staging(ABC):
         if asks and trains and not call.records_gradients:
             raise Unsupported(
                 f"the forward of {type(self.model).__name__} asks whether a tensor requires a "
-                "gradient (tensor.requires_grad), or whether gradients are recorded, and this call "
-                "records none. A graph has one branch only, that of calls which do. Let the "
-                "forward branch by something else, such as self.training or an argument; or call "
-                "the model itself, pipe.module, without gradients"
+                "gradient (tensor.requires_grad), and this call records none. A graph has one "
+                "branch only, that of calls which do. Let the forward branch by something else, "
+                "such as self.training or an argument; or call the model itself, pipe.module, "
+                "without gradients"
             )
         pairs = zip(call.paths, call.require_gradients, strict=True)
         if asks and (path := next((path for path, requires in pairs if requires), None)):

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.source import is_of_a_model
@@ -40,8 +39,7 @@ _SUFFIX = f".{_FLAG}"
 def flags_read(model: nn.Module, note: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Inside the ``with`` block ``note(module, name)`` is called for each flag that code of a model
     reads in this thread: ``name`` is "weight.requires_grad", or :data:`OF_INPUTS` of the model.
-    Whoever asks for ``is_leaf`` or ``grad_fn``, or whether gradients are recorded, asks for the
-    flags of all tensors."""
+    Whoever asks for ``is_leaf`` or ``grad_fn`` asks for the flags of all tensors."""
     thread = threading.get_ident()
 
     def replace(original: Any) -> property:
@@ -61,19 +59,10 @@ def flags_read(model: nn.Module, note: Callable[[nn.Module, str], None]) -> Iter
 
         return property(watched)
 
-    def replace_mode(original: Callable[[], bool]) -> Callable[[], bool]:
-        def watched() -> bool:
-            if _is_read_by_a_model() and threading.get_ident() == thread:
-                note(model, OF_INPUTS)
-            return original()
-
-        return watched
-
     with (
         patched(Tensor, _FLAG, replace, tells_threads=True),
         patched(Tensor, "is_leaf", replace_other, tells_threads=True),
         patched(Tensor, "grad_fn", replace_other, tells_threads=True),
-        patched(torch, "is_grad_enabled", replace_mode, tells_threads=True),
     ):
         yield
 

@@ -25,8 +25,6 @@ def test_a_packed_sequence_is_refused() -> None:
     packed = pack_padded_sequence(torch.randn(6, 5, 4), lengths, batch_first=True)
     with (
         fxpipe.compile(OfPacked(), ["cpu"] * 2, chunks=3) as pipe,
-        pytest.raises(
-            Unsupported, match=r"given is a PackedSequence.*the padded batch and"
-        ),
+        pytest.raises(Unsupported, match=r"given is a PackedSequence.*the padded batch and"),
     ):
         pipe({"x": packed})

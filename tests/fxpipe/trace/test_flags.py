@@ -119,7 +119,6 @@ ASKED = {
     "requires_grad": lambda h: h.requires_grad,
     "is_leaf": lambda h: not h.is_leaf,
     "grad_fn": lambda h: h.grad_fn is not None,
-    "is_grad_enabled": lambda h: torch.is_grad_enabled(),
 }
 
 
