@@ -38,8 +38,7 @@ _SUFFIX = f".{_FLAG}"
 @contextmanager
 def flags_read(model: nn.Module, note: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Inside the ``with`` block ``note(module, name)`` is called for each flag that code of a model
-    reads in this thread: ``name`` is "weight.requires_grad", or :data:`OF_INPUTS` of the model.
-    Whoever asks for ``is_leaf`` or ``grad_fn`` asks for the flags of all tensors."""
+    reads in this thread: ``name`` is "weight.requires_grad", or :data:`OF_INPUTS` of the model."""
     thread = threading.get_ident()
 
     def replace(original: Any) -> property:
@@ -51,19 +50,7 @@ def flags_read(model: nn.Module, note: Callable[[nn.Module, str], None]) -> Iter
 
         return property(watched, original.__set__)
 
-    def replace_other(original: Any) -> property:
-        def watched(tensor: Tensor) -> Any:
-            if _is_read_by_a_model() and threading.get_ident() == thread:
-                note(model, OF_INPUTS)
-            return original.__get__(tensor, type(tensor))
-
-        return property(watched)
-
-    with (
-        patched(Tensor, _FLAG, replace, tells_threads=True),
-        patched(Tensor, "is_leaf", replace_other, tells_threads=True),
-        patched(Tensor, "grad_fn", replace_other, tells_threads=True),
-    ):
+    with patched(Tensor, _FLAG, replace, tells_threads=True):
         yield
 
 

@@ -36,7 +36,7 @@ The table has the attribute that is patched, the function that patches it, and t
     autograd._engine_run_backward       as_on_one_device  so that a backward is in its mode, too
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
     builtins.print                      prints            to see, and drop, what the model prints
-    Tensor.requires_grad, is_leaf, ...  flags_read        to see which flags a forward branches by
+    Tensor.requires_grad                flags_read        to see which flags a forward branches by
 
 Beside these, ``len`` is put among the globals of a model's own code (:mod:`fxpipe.trace.lengths`).
 """
