@@ -340,6 +340,7 @@ class Explaining:
             )
             * (len(set(self.options.names)) < lanes)
         ]
+        sentences += self._without_the_loss
         sentences.append(
             f"Lane {slowest} ({self._on(slowest)}) is predicted to work most, "
             f"{human_time(busy[slowest])}, and the mean of all is {human_time(mean)}. "
@@ -449,6 +450,14 @@ class Explaining:
         return self.measured is not None and microbatches_of(self.measured) == self.chunks
 
     @property
+    def _without_the_loss(self) -> list[str]:
+        """That predictions leave the loss out, where there is one and it could not be counted."""
+        why = self.mode.expected_loss
+        if self.options.loss_fn is None or not self.options.training or not isinstance(why, str):
+            return []
+        return [f"The time of the loss is in none of these predictions: {why}."]
+
+    @property
     def _uncounted_loss(self) -> str:
         """Why the time of the loss is not predicted, where it is not."""
         if self.options.loss_fn is None:
@@ -502,6 +511,8 @@ class Explaining:
                 "That is in pipe.step: a backward that you run after pipe(x) follows the forwards "
                 'of all micro-batches, which keep all of their activations then, as with "gpipe".'
             )
+        if self._without_the_loss and self.mode.saved_by_loss is None:
+            sentences.append("What the loss saves for its backward is not counted there either.")
         if all(limit is None for limit in compiled.memory):
             sentences.append('No limit is known: memory= says one, such as memory="20GiB".')
         return sentences

@@ -49,6 +49,7 @@ from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
 from fxpipe.trace.itself import OnTheInputs
+from fxpipe.trace.outside import modes_asked
 from fxpipe.trace.premises import Reads, attributes_read
 
 Trace = Callable[[InDims], Traced | None]
@@ -123,7 +124,7 @@ class Asking:
         # What is replaced for the check on the model's modules are no premises.
         are_replaced = bool(batch_norms(runs.model) or dropouts(runs.model))
         watch = nullcontext(Reads()) if are_replaced else attributes_read(runs.model)
-        with watch as by_the_check:
+        with watch as by_the_check, modes_asked() as lines:
             verdict = check.verdict()
         if verdict is None:
             runs.still_more()
@@ -131,7 +132,8 @@ class Asking:
         if self._with_other_draws(dims, verdict) is not verdict:
             return None
         found = self.meaning(dims, verdict, ways)
-        as_it_runs = not (check.has_effects or are_replaced)
+        # Each run records gradients: what the model does without is seen in more runs of it.
+        as_it_runs = not (check.has_effects or are_replaced or lines)
         found.graph = Compared(traced, by_the_check | reads if as_it_runs else reads, as_it_runs)
         return found
 

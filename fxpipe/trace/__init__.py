@@ -176,7 +176,9 @@ def runs_alike(
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
         with phase("references", quiet=True), suppressed():
-            reference = checks.smallest_reference(example, recorded=True)
+            with outside.modes_asked() as lines:
+                reference = checks.smallest_reference(example, recorded=True)
+            outside.refuse_other_outputs(example, reference.tensors, lines)
             seen = reference.result
             if seen.changed or seen.written or seen.draws or seen.outside or seen.replaced:
                 return False
@@ -259,7 +261,10 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         recorders.learn(example)
     try:
         with phase("references", quiet=True):
-            references = checks.references(example) if check else []
+            with outside.modes_asked() as lines:
+                references = checks.references(example) if check else []
+            if references:
+                outside.refuse_other_outputs(example, references[-1].tensors, lines)
         _refuse_iterators(model, references)
     except TraceError:
         raise

@@ -7,37 +7,104 @@ gradients are recorded, and random number generators of its own.
     torch.randn(8, generator=self.g)   a graph would use the generator for each micro-batch, in
                                        lanes that run at the same time
 
-Such a model is refused since its graph differs from it. The difference does not tell why; these
-sentences do. They are made where no front end has given a graph, in one more run of the model.
+To ask is harmless where the answer changes nothing: layers of diffusers ask ahead of a checkpoint.
+So a model that asks is run in each of the modes, and is refused where its output differs. It asks
+in one of these ways: by a function, or by what a hidden value has only where gradients are
+recorded, ``hidden.grad_fn`` and ``hidden.is_leaf``. What it asks of ``requires_grad`` is a premise
+of the graph instead (:mod:`fxpipe.trace.flags`).
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.ir.source import is_ours
+from fxpipe.ir.errors import TraceError
+from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.trace import checks
 from fxpipe.trace.errors import at, is_model_line, suppressed
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import patched
 
+_FUNCTIONS = "is_grad_enabled", "is_inference_mode_enabled"
+_PROPERTIES = "grad_fn", "is_leaf"
+
+
+@contextmanager
+def modes_asked() -> Iterator[list[str]]:
+    """Yields the lines of the model that ask, within the ``with`` block and in this thread, whether
+    gradients are recorded: a list that grows."""
+    lines: list[str] = []
+    thread = threading.get_ident()
+
+    def note() -> None:
+        # PyTorch asks, too, in its own functions and layers.
+        code = sys._getframe(2).f_code
+        if threading.get_ident() == thread and is_of_a_model(code.co_filename):
+            lines.append(at(traceback.extract_stack(sys._getframe(2), limit=1)[0]))
+
+    def function(original: Callable[[], bool]) -> Callable[[], bool]:
+        def asked() -> bool:
+            note()
+            return original()
+
+        return asked
+
+    def of_tensors(original: Any) -> property:
+        def asked(tensor: Tensor) -> Any:
+            note()
+            return original.__get__(tensor, type(tensor))
+
+        return property(asked, original.__set__)
+
+    with ExitStack() as stack:
+        for name in _FUNCTIONS:
+            stack.enter_context(patched(torch, name, function, tells_threads=True))
+        for name in _PROPERTIES:
+            stack.enter_context(patched(Tensor, name, of_tensors, tells_threads=True))
+        yield lines
+
+
+def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: list[str]) -> None:
+    """Raise TraceError if the model's output on these tensors depends on whether gradients are
+    recorded, for which it asks at ``lines``.
+
+    A mode in which the model does not run is left out: the pipeline runs its graph there, too, and
+    can differ from no output.
+    """
+    if not lines:
+        return
+    outputs = []
+    for mode in nullcontext(), torch.inference_mode():
+        with suppressed(), mode:
+            outputs.append(example.run(tensors).output)
+    with suppressed():
+        outputs.append(example.run(tensors, recorded=True).output)
+    # PyTorch may choose other kernels where it keeps nothing for a backward.
+    if any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
+        raise TraceError(
+            f"the output of {type(example.model).__name__} depends on whether gradients are "
+            f"recorded, for which it asks (at {lines[0]}), and one graph serves calls with "
+            "gradients and calls without: let it ask for self.training instead"
+        )
+
 
 def reasons(example: Example) -> list[str]:
-    """A sentence for each kind of thing that the model asks for, with the first line that does."""
+    """A sentence for a random number generator of the model's own, with the first line that draws
+    from it. It is made where no front end has given a graph, in one more run of the model."""
     with _noted() as found, suppressed():
         example.run(example.tensors)
-    return [sentence.format(line) for sentence, line in found.items()]
+    return [_GENERATOR.format(line) for line in found[:1]]
 
 
-_GRADIENTS = (
-    "It asks whether gradients are recorded (at {}), and one graph serves calls with gradients "
-    "and calls without: ask for self.training instead"
-)
 _GENERATOR = (
     "It draws random numbers from a generator of its own (at {}), whose state no graph keeps: "
     "leave out generator=, so that torch.manual_seed() says what is drawn, or give the numbers as "
@@ -46,31 +113,19 @@ _GENERATOR = (
 
 
 @contextmanager
-def _noted() -> Iterator[dict[str, str]]:
-    """Yields, for each sentence, the first line of the model to which it applies: a dictionary that
-    grows."""
-    found: dict[str, str] = {}
-
-    def note(sentence: str) -> None:
-        frames = [f for f in traceback.extract_stack() if not is_ours(f.filename)]
-        # PyTorch asks for gradients, too, in its own functions and layers.
-        if sentence not in found and is_model_line(frames[-1]):
-            found[sentence] = at(frames[-1])
-
-    def replace(original: Callable[[], bool]) -> Callable[[], bool]:
-        def asked() -> bool:
-            note(_GRADIENTS)
-            return original()
-
-        return asked
+def _noted() -> Iterator[list[str]]:
+    """Yields the lines of the model that draw from a generator of its own: a list that grows."""
+    found: list[str] = []
 
     class Generators(TorchFunctionMode):
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if isinstance((kwargs or {}).get("generator"), torch.Generator):
-                note(_GENERATOR)
+                frames = [f for f in traceback.extract_stack() if not is_ours(f.filename)]
+                if is_model_line(frames[-1]):
+                    found.append(at(frames[-1]))
             return function(*args, **(kwargs or {}))
 
-    with patched(torch, "is_grad_enabled", replace), Generators():
+    with Generators():
         yield found

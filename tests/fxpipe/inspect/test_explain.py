@@ -666,6 +666,26 @@ def test_no_example_of_a_target_is_advised_where_the_model_returns_its_loss():
         assert "example_target" not in str(pipe.explain())
 
 
+def test_predictions_without_the_loss_say_so_until_it_is_known():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x, target = torch.randn(2, 8, 64)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), loss_fn=nn.MSELoss()) as pipe:
+        found = pipe.explain()
+        assert said(found, "What limits the speed").count(
+            "The time of the loss is in none of these predictions: no target is known when the "
+            "model is cut: give example_target."
+        )
+        saves = "What the loss saves for its backward is not counted there either."
+        assert saves in said(found, "What it needs of memory")
+        pipe.step(x, target=target)
+        assert saves not in said(pipe.explain(), "What it needs of memory")
+    given = {"loss_fn": nn.MSELoss(), "example_target": target}
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), **given) as pipe:
+        assert "none of these predictions" not in str(pipe.explain())
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,)) as pipe:
+        assert "none of these predictions" not in str(pipe.explain()), "there is no loss"
+
+
 def test_why_a_loss_is_not_predicted_although_an_example_of_its_target_is_given_is_said():
     def loss_fn(output, target):
         return (output - target)[target > 0].square().mean()  # as many as the values say

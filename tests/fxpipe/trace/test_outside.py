@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.ir.errors import TraceError
 from fxpipe.trace import trace
 
+TWO = ["cpu", "cpu"]
+X = torch.ones(4, 4)
 
-class AsksForGradients(nn.Module):
+
+def by_function(h: Tensor) -> bool:
+    return torch.is_grad_enabled()  # asks
+
+
+def by_function_for_inference(h: Tensor) -> bool:
+    return not torch.is_inference_mode_enabled()  # asks
+
+
+def by_history(h: Tensor) -> bool:
+    return h.grad_fn is not None  # asks
+
+
+def by_leaf(h: Tensor) -> bool:
+    return not h.is_leaf  # asks
+
+
+WAYS = by_function, by_function_for_inference, by_history, by_leaf
+
+
+class Asks(nn.Module):
+    """Doubles a hidden value where gradients are recorded; or asks, and does the same in any
+    case."""
+
+    def __init__(self, asks: Callable[[Tensor], bool], factor: float = 2.0) -> None:
+        super().__init__()
+        self.asks, self.factor = asks, factor
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        y: Tensor = self.second(h * self.factor if self.asks(h) else h)
+        return y
+
+
+class HasAGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if torch.is_grad_enabled() else x  # asks
-
-
-class HasAGenerator(AsksForGradients):
-    def __init__(self) -> None:
-        super().__init__()
         self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():  # PyTorch asks whether gradients are recorded, not the model
             noise = torch.rand(x.shape, generator=self.generator)  # draws
-        return self.linear(x + noise)
+        y: Tensor = self.linear(x + noise)
+        return y
 
 
 class Branches(nn.Module):
@@ -35,24 +68,38 @@ class Branches(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize(
-    "model, said",
-    [
-        (AsksForGradients(), ["It asks whether gradients are recorded", "# asks)"]),
-        (HasAGenerator(), ["It draws random numbers from a generator of its own", "# draws)"]),
-    ],
-)
-def test_the_line_is_named_that_asks_for_what_no_graph_has(
-    model: nn.Module, said: list[str]
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+@pytest.mark.parametrize("asks", WAYS)
+def test_a_model_that_does_something_else_without_gradients_is_refused(
+    asks: Callable[[Tensor], bool], tracer: str
 ) -> None:
+    """A graph would go the way of a training step in an evaluation."""
+    with pytest.raises(TraceError, match=r"depends on whether gradients are recorded.*# asks"):
+        fxpipe.compile(Asks(asks), TWO, chunks=2, tracer=tracer, example_inputs=(X,))
+    with pytest.raises(TraceError, match=r"let it ask for self\.training instead"):
+        trace(Asks(asks), (X,), tracer=tracer)
+
+
+@pytest.mark.parametrize("asks", WAYS)
+def test_a_model_may_ask_to_no_effect(asks: Callable[[Tensor], bool]) -> None:
+    """So do layers that ask ahead of a checkpoint."""
+    model = Asks(asks, factor=1.0)
+    with fxpipe.compile(model, TWO, chunks=2, tracer="export") as pipe:
+        for mode in torch.enable_grad(), torch.no_grad(), torch.inference_mode():
+            with mode:
+                torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_the_line_is_named_that_draws_from_a_generator_of_the_models_own() -> None:
     with pytest.raises(TraceError) as raised:
-        trace(model, (torch.ones(4, 4),))
+        trace(HasAGenerator(), (X,))
     line = next(line for line in str(raised.value).splitlines() if line.startswith("  It "))
-    assert all(each in line for each in said)
+    assert "It draws random numbers from a generator of its own" in line
+    assert "# draws)" in line
     assert str(raised.value).count("\n  It ") == 1
 
 
 def test_nothing_is_said_of_a_model_that_is_refused_for_another_reason() -> None:
     with pytest.raises(TraceError) as raised:
-        trace(Branches(), (torch.ones(4, 4),))
+        trace(Branches(), (X,))
     assert "\n  It " not in str(raised.value)
