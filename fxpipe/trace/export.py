@@ -32,6 +32,7 @@ from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import lines_of_the_model
+from fxpipe.trace.looked_up import texts_guarded
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
@@ -164,6 +165,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 exported_somewhere(example),
                 prints() as printed,
                 lengths_recorded(example.model),
+                texts_guarded(),
                 unwatched() as watched,
             ):
                 program = torch.export.export(

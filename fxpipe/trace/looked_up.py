@@ -1,26 +1,35 @@
-"""Values of a symbolic trace that the forward uses as a key, or writes as text.
+"""Sizes that the forward uses as a key, or writes as text.
 
 ::
 
     scales = {3: 2.0, 9: 3.0}
     return h * scales.get(x.shape[1], 1.0)      the size of the trace is no key: always 1.0
     return self.per_length[str(x.shape[1])](h)  its text is "getitem_1"
+    logger.debug(f"{x.shape}")                  nothing is computed by this text, which is let be
 
 Python asks a key for its hash, and compares only what has the same. The proxy that stands for a
-size has a hash of its own, so that nothing is found, and nothing tells of it. ``torch.export``
-takes the size for a constant there, with a guard.
+size in a symbolic trace has a hash of its own, so that nothing is found, and nothing tells of it:
+such a trace is refused (:class:`Proxy`). ``torch.export`` takes a size that is a key for a
+constant, with a guard. It does not so where the size becomes text, which is "s77" then:
+:func:`texts_guarded` makes it a constant there, too.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpipe.ir.source import is_of_a_model, is_pythons
 from fxpipe.trace.errors import source_line
+from fxpipe.trace.patches import patched
+from fxpipe.trace.told import is_only_told
 
 
 class Proxy(fx.Proxy):
@@ -32,24 +41,66 @@ class Proxy(fx.Proxy):
         return super().__hash__()
 
     def __repr__(self) -> str:
-        self._note(sys._getframe(1))
+        self._note(sys._getframe(1), as_text=True)
         return super().__repr__()
 
     def __str__(self) -> str:
-        self._note(sys._getframe(1))
+        self._note(sys._getframe(1), as_text=True)
         return super().__repr__()
 
     def __format__(self, specification: str) -> str:
-        self._note(sys._getframe(1))
+        self._note(sys._getframe(1), as_text=True)
         return super().__repr__()
 
-    def _note(self, frame: FrameType | None) -> None:
-        """Note the line of the model that runs, if the frame is of it, or of Python's own library,
-        which it has called (an ``Enum``, a ``Counter``)."""
+    def _note(self, frame: FrameType | None, as_text: bool = False) -> None:
         tracer: Any = self.tracer
-        while frame is not None and is_pythons(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is not None and is_of_a_model(frame.f_code.co_filename):
+        line = _line_of_the_model(frame)
+        if frame is None or line is None:
+            return
+        if not (as_text and is_only_told(frame)):
             tracer.looked_up = tracer.looked_up or source_line(
-                frame.f_code.co_filename, frame.f_lineno
+                line.f_code.co_filename, line.f_lineno
             )
+
+
+_SYMBOLS: dict[type, Callable[[Any], Any]] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
+_AS_TEXT = "__repr__", "__str__", "__format__"
+
+
+@contextmanager
+def texts_guarded() -> Iterator[None]:
+    """Inside the ``with`` block, a size of an export of which code of a model makes text is a
+    constant with a guard, unless the text is only told."""
+    thread = threading.get_ident()
+
+    def replaced(number: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def replace(original: Callable[..., str]) -> Callable[..., str]:
+            def text(symbol: Any, *specification: str) -> str:
+                if threading.get_ident() == thread:
+                    frame = sys._getframe(1)
+                    if _line_of_the_model(frame) is not None and not is_only_told(frame):
+                        return format(number(symbol), *specification)
+                # A width or a precision is for numbers, and what is told here is a symbol.
+                return original(symbol, *("" for _ in specification))
+
+            return text
+
+        return replace
+
+    with ExitStack() as stack:
+        for kind, number in _SYMBOLS.items():
+            for name in _AS_TEXT:
+                stack.enter_context(patched(kind, name, replaced(number), tells_threads=True))
+        yield
+
+
+def _line_of_the_model(frame: FrameType | None) -> FrameType | None:
+    """The frame of the model that runs, if a frame is of it, or of Python's own library, which it
+    has called (an ``Enum``, a ``Counter``, a logger)."""
+    while frame is not None and is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame if frame is not None and is_of_a_model(frame.f_code.co_filename) else None

@@ -37,6 +37,7 @@ The table has the attribute that is patched, the function that patches it, and t
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
     builtins.print                      prints            to see, and drop, what the model prints
     Tensor.requires_grad                flags_read        to see which flags a forward branches by
+    SymInt.__repr__, SymFloat, SymBool  texts_guarded     to guard sizes of which text is made
     Tensor.grad_fn, torch.is_grad_en... modes_asked       to see who asks whether gradients are kept
 
 Beside these, ``len`` is put among the globals of a model's own code (:mod:`fxpipe.trace.lengths`).

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import fxpipe
 
 LENGTHS = 8, 6, 3, 9, 6
+FAR = 10, 14, 3, 9, 14  # a graph for all lengths is compared with the model at 7, which is no key
 
 
 class Kind(enum.Enum):
@@ -60,12 +62,13 @@ class Scaled(nn.Module):
         return self.b(self.a(x) * self.look_up(x.shape[1]))
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, FAR])
 @pytest.mark.parametrize("way", LOOKUPS)
-def test_each_length_has_what_is_looked_up_by_it(way):
+def test_each_length_has_what_is_looked_up_by_it(way, lengths):
     model = Scaled(LOOKUPS[way])
     alone = copy.deepcopy(model)
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
-        for length in LENGTHS:
+        for length in lengths:
             x = torch.randn(4, length, 4)
             torch.testing.assert_close(pipe(x), torch.cat([alone(part) for part in x.chunk(2)]))
 
@@ -83,3 +86,31 @@ def test_a_size_that_is_only_computed_with_is_no_key():
         for length in LENGTHS:
             pipe(torch.randn(4, length, 4))
         assert len(pipe.compilations) == 1
+
+
+def by_format(t):
+    logging.getLogger(__name__).debug(f"{t:>5}")
+
+
+def by_logger(t):
+    logging.getLogger(__name__).warning("length %s", t)
+
+
+def by_print(t):
+    print("length", t)
+
+
+def by_assertion(t):
+    torch._assert(t > 1, f"length {t}")
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("tell", [by_format, by_logger, by_print, by_assertion])
+@pytest.mark.filterwarnings("ignore:.*prints within its forward")
+def test_a_size_that_is_only_told_may_vary(tell, tracer):
+    model = Scaled(lambda t: tell(t) or 2.0)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        for length in LENGTHS:
+            pipe(torch.randn(4, length, 4))
+        # Export traces the first length by itself, and then all of them.
+        assert len(pipe.compilations) == (1 if tracer == "symbolic" else 2)
