@@ -58,7 +58,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
     return (
         Entry(
             "batch_norm",
-            lambda c: DeferredBatchNorm(),
+            lambda c: DeferredBatchNorm(c.inputs),
             *(model, model, DeferredBatchNorm),
             applies=lambda c: c.deferred_batch_norm,
             when="with deferred_batch_norm=True",

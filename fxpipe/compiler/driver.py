@@ -52,7 +52,7 @@ from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
-from fxpipe.trace import canonical, to_be_compared
+from fxpipe.trace import canonical, refuse_lazy, to_be_compared
 from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
@@ -302,6 +302,7 @@ class Compiler(LaterChecks):
             Unusable: if the model cannot be compiled from the entry.
         """
         some, named = inputs
+        refuse_lazy(self.model)
         with phase("twin", quiet=True):
             twin = Twin(self.model)  # another thread may run the model while it is compiled
         if entry is None:

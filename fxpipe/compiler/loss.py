@@ -282,6 +282,11 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
         return True
     if isinstance(leaf, Tensor) and leaf.is_meta:
         raise ValueError('the target has no values: it is on the device "meta"; give one that has')
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided and batch is not None:
+        raise ValueError(
+            f"the target has a tensor of layout {leaf.layout}, which is not split into "
+            "micro-batches: give it dense, by target.to_dense()"
+        )
     is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
     if batch is None or not is_array or len(leaf.shape) == 0:
         return False

@@ -20,6 +20,7 @@ from fxpipe.compiler.no_loss import refuse_no_loss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
+from fxpipe.ir.log import warn
 from fxpipe.ir.options import note_misnamed
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
@@ -60,6 +61,7 @@ class Runner:
         self._last: tuple[Mode, int] | None = None
         self._trained: tuple[Mode, int] | None = None  # the last call in train mode, with gradients
         self._step: Unrolled | None = None
+        self._has_told_of_gradients = False
         self.is_closed = False
 
     @property
@@ -133,10 +135,29 @@ class Runner:
         batch = MiniBatch((args, kwargs), readings)
         self._step, wanted = self.compiler.step(mode, chunks, batch)
         self._last = self._trained = mode, chunks
+        self._tell_of_lost_gradients("input", values)
+        self._tell_of_lost_gradients("target", wanted.leaves)
         values += wanted.leaves
         return self._step, [
             v.detach() if isinstance(v, Tensor | Parts | ListOfRows) else v for v in values
         ]
+
+    def _tell_of_lost_gradients(self, what: str, values: list[Any]) -> None:
+        """Warn, once, of inputs or targets of a step that require gradients: they get none."""
+        is_wanted = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+        if is_wanted and not self._has_told_of_gradients:
+            self._has_told_of_gradients = True
+            warn(
+                f"pipe.step is given an {what} that requires a gradient, and computes none for it, "
+                "so that whatever has computed it is not trained: make that a part of the model; "
+                "or call pipe(...) and loss.backward(), which computes gradients of inputs; or, if "
+                "it is not to be trained, give the tensor by .detach()"
+                if what == "input"
+                else "pipe.step is given a target that requires a gradient, and computes none for "
+                "it, so that whatever has computed it is not trained: call pipe(...), and compute "
+                "the loss of what it returns; or, if it is not to be trained, give the target by "
+                ".detach()"
+            )
 
     # -------------------------------------------------------------------------------------- to load
 

@@ -6,6 +6,7 @@ A node says where it belongs in ``node.meta``, under the keys below, beside fx's
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,11 +115,13 @@ def is_work(node: fx.Node) -> bool:
 def mutable(value: Any) -> Any:
     """A node's arguments with lists and dicts that a function may write to, as the code that fx
     generates gives them; in the graph they are immutable."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
+        return [mutable(part) for part in value]
+    if isinstance(value, tuple):
         parts = [mutable(part) for part in value]
-        if isinstance(value, list):
-            return parts
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if all(map(operator.is_, parts, value)):
+            return value  # of whatever type: a shape, or what an operator gives, with names
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if type(value) in (dict, immutable_dict):
         return {key: mutable(part) for key, part in value.items()}
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,22 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         parts = value.values() if own is dict else value
         return [tensor for part in parts for tensor in tensors_of(part)]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is a shape, which is a leaf wherever a value is taken apart and built again.
+
+    PyTorch registers ``torch.Size`` as a pytree that is built again as a tuple, of which nobody can
+    ask ``numel()``.
+    """
+    return isinstance(value, torch.Size)
+
+
+def with_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value (any pytree) with each tensor replaced by what the function gives for it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return pytree.tree_map_only(Tensor, function, value, is_leaf=is_shape)
 
 
 def tensor_bytes(value: Any) -> int:

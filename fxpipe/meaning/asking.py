@@ -359,8 +359,8 @@ class Asking:
         names = batch_norms(self.runs.model) or ["batch_norm"] * self.runs.met_batch_norm
         if names:
             notes.append(
-                f"batch statistics are those of each micro-batch ({_first_of(names)}): "
-                "deferred_batch_norm=True makes the running ones those of the mini-batch"
+                f"batch statistics are those of each micro-batch ({_first_of(names)}); with "
+                "deferred_batch_norm=True the running ones are those of the mini-batch"
             )
         drawing = dropouts(self.runs.model)
         if drawing or self.runs.met_random_numbers or self.runs.drew:

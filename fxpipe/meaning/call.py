@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fxpipe.ir.errors import Unsupported
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
 from fxpipe.meaning.asking import Asking, Trace
@@ -130,6 +131,8 @@ def meaning_of(
     elif before is not None and agree(inputs, before):
         first = [None if dim is None else int(dim) for dim in before]
         ways = [first, *(way for way in ways if way != first)]
+    _refuse_cut_sparse(inputs, ways[0])
+    ways = [way for way in ways if _sparse_cut(inputs, way) is None]
     batch = rows_in(inputs, ways[0])
     is_one = not batch and listed is None
     if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
@@ -211,6 +214,24 @@ def _found(model: nn.Module, inputs: Sequence[Input]) -> Iterator[Sequence[InDim
     """The batch dimensions that checks have found for calls like this one, the last one first."""
     known = _FOUND.get(model_of(model), {}).get(_key(inputs), [])
     return (each.dims for each in known if each.is_like(inputs))
+
+
+def _sparse_cut(inputs: Sequence[Input], dims: Sequence[InDim]) -> Input | None:
+    """The first sparse input that has a batch dimension; None if there is none."""
+    pairs = zip(inputs, dims, strict=True)
+    return next(
+        (i for i, dim in pairs if isinstance(dim, int) and i.tensor.layout == torch.sparse_coo),
+        None,
+    )
+
+
+def _refuse_cut_sparse(inputs: Sequence[Input], dims: Sequence[InDim]) -> None:
+    if (found := _sparse_cut(inputs, dims)) is not None:
+        raise Unsupported(
+            f"the input {found} is a sparse tensor, which cannot be cut into micro-batches: give "
+            f"it dense, by {found.name}.to_dense(), or give its indices and values as tensors, of "
+            "which the model makes it; if all micro-batches share it, give None for it in in_dims"
+        )
 
 
 def _note(model: nn.Module, inputs: Sequence[Input], dims: Sequence[InDim]) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import lean, pytree
+from fxpipe.ir.tensors import is_shape
 from fxpipe.runtime.streams import beside, pass_on
 
 _TENSORS = {Tensor}
@@ -65,18 +66,24 @@ def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of a pytree, and a function that builds the same pytree from other leaves."""
     if type(values) is tuple and {*map(type, values)} == _TENSORS:
         return list(values), tuple  # by far the most frequent case, where a pytree takes longer
-    leaves, spec = pytree.tree_flatten(values)
+    leaves, spec = pytree.tree_flatten(values, is_leaf=is_shape)
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
 
 def leaves_in(value: Any) -> list[Any]:
     """The leaves of a pytree. One tensor, or None, is taken first, since a pytree takes longer."""
-    return [value] if type(value) is Tensor or value is None else pytree.tree_leaves(value)
+    return (
+        [value] if type(value) is Tensor or value is None else pytree.tree_leaves(value, is_shape)
+    )
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """A pytree with each leaf replaced by what the function gives for it; the same for a tensor."""
-    return function(value) if type(value) is Tensor else pytree.tree_map(function, value)
+    return (
+        function(value)
+        if type(value) is Tensor
+        else pytree.tree_map(function, value, is_leaf=is_shape)
+    )
 
 
 @lean

@@ -36,6 +36,7 @@ graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -77,6 +78,7 @@ __all__ = [
     "called",
     "canonical",
     "parameters_put_back",
+    "refuse_lazy",
     "runs_alike",
     "to_be_compared",
     "trace",
@@ -386,12 +388,19 @@ _TAKEN = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))} - {*dir(nn.Module())}
 _COMPRESSED = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
 
 
-def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
-    if any(is_lazy(parameter) for parameter in model.parameters()):
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise :class:`Unsupported` for a model with lazy modules that have not run yet: their tensors
+    have no memory, which nothing that is done with a model may look at."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    if (name := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
         raise Unsupported(
-            f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
-            "modules make theirs"
+            f"{type(model).__name__} has parameters without a shape, {name} for one: run it once, "
+            "so that its lazy modules make theirs"
         )
+
+
+def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
+    refuse_lazy(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise Unsupported(
             f"{model.original_name} is compiled to TorchScript, which cannot be traced: compile "

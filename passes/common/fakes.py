@@ -21,7 +21,6 @@ from fxpipe.ir._torch import (
     disable_current_modes,
     enable_python_dispatcher,
     is_view,
-    pytree,
     schema_of,
 )
 from fxpipe.ir.autograd import reached
@@ -29,7 +28,7 @@ from fxpipe.ir.errors import NeedsValues
 from fxpipe.ir.graph import VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.tensors import tensors_of, with_tensors
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
 _OWN_MODULE = "put it into a module of its own, which is then kept whole"
@@ -75,11 +74,7 @@ class FakeInterpreter(fx.Interpreter):
 
     def fake(self, value: Any) -> Any:
         """The value with a fake in place of each tensor; a tensor always gets the same fake."""
-        if isinstance(value, Tensor):
-            return self.mode.from_tensor(value, static_shapes=True)
-        return pytree.tree_map_only(
-            Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), value
-        )
+        return with_tensors(lambda t: self.mode.from_tensor(t, static_shapes=True), value)
 
     def fetch_attr(self, target: str) -> Any:
         """The module, tensor or other value at this path."""
@@ -183,7 +178,7 @@ def forget_history(graph: fx.Graph) -> None:
     """
     for node in reversed(graph.nodes):
         if VALUE in node.meta:
-            node.meta[VALUE] = pytree.tree_map_only(Tensor, _cut_off, node.meta[VALUE])
+            node.meta[VALUE] = with_tensors(_cut_off, node.meta[VALUE])
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

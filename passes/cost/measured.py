@@ -29,13 +29,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, fx
 
-from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
 from fxpipe.ir.precision import users_precision
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.tensors import tensors_of, with_tensors
 from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
@@ -183,9 +182,7 @@ class _TimingInterpreter(fx.Interpreter):
         leaves = [t for t in tensors_of(arguments) if t.requires_grad]
         run = getattr(self, n.op)
         with torch.set_grad_enabled(self.training):
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
-            )
+            args, kwargs = with_tensors(lambda t: t.clone() if WRITES in n.meta else t, arguments)
             call = partial(run, n.target, *mutable((args, kwargs)))
             result, ahead = self.timer.time((n, "forward"), call)
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
@@ -194,7 +191,7 @@ class _TimingInterpreter(fx.Interpreter):
         if NO_BACKWARD in n.meta:
             given = []
         self.tapes.append(_TimedForward(n, ahead, given, wanted, own))
-        return pytree.tree_map_only(Tensor, lambda t: t.detach(), result)
+        return with_tensors(lambda t: t.detach(), result)
 
     def finish(self) -> dict[fx.Node, _Seconds]:
         """Run all backwards. Returns the seconds of every node, forward and backward."""
@@ -257,17 +254,14 @@ class _TimingInterpreter(fx.Interpreter):
         if node.op == "get_attr":
             return value
         wants = iter([t.requires_grad for t in tensors_of(shown)])
-        return pytree.tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(next(wants, False)), value
-        )
+        return with_tensors(lambda t: t.detach().requires_grad_(next(wants, False)), value)
 
     def _here(self, value: Any) -> Any:
         """The value with its tensors on the device; those that are copied are leaves of autograd,
         and want gradients if the originals do."""
         if self.device is None:
             return value
-        return pytree.tree_map_only(
-            Tensor,
+        return with_tensors(
             lambda t: (
                 t
                 if t.device == self.device

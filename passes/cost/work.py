@@ -18,13 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import pytree
 from fxpipe.ir.autograd import leaf_of
 from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import GROWS, NO_BACKWARD, PART, VALUE, attribute, mutable
-from fxpipe.ir.tensors import memory_bytes, memory_of, new_memory, tensor_bytes, tensors_of
+from fxpipe.ir.tensors import (
+    memory_bytes,
+    memory_of,
+    new_memory,
+    tensor_bytes,
+    tensors_of,
+    with_tensors,
+)
 from fxpipe.ir.workspace import NodeWorkspace
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.common.signature import signature
@@ -208,8 +214,8 @@ class Runs:
             (node.args, node.kwargs), lambda n: n.meta.get(values, n.meta.get(VALUE))
         )
         leaves: list[Tensor] = []
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda tensor: _fresh(tensor, leaves, next(wants, False)), (args, kwargs)
+        args, kwargs = with_tensors(
+            lambda tensor: _fresh(tensor, leaves, next(wants, False)), (args, kwargs)
         )
         args, kwargs = mutable((args, kwargs))
         inputs = tensors_of((args, kwargs))

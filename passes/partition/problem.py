@@ -313,14 +313,15 @@ def together(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
     """Groups of nodes that have to stay in one stage.
 
     These are, first, the nodes that pass "alias" has put into one group because of a write to
-    memory that they share. Second, a ``getitem`` node and the node whose tuple it takes apart: what
-    goes from stage to stage are tensors, so that a tuple is taken apart where it is computed.
+    memory that they share. Second, a ``getitem`` or ``getattr`` node and the node whose tuple or
+    object it takes apart: what goes from stage to stage are tensors, so that several results of one
+    node are taken apart where they are computed.
     """
     aliases: dict[int, list[fx.Node]] = {}
     for node in work:
         if ALIAS in node.meta:
             aliases.setdefault(node.meta[ALIAS], []).append(node)
-        if operator_name(node) == "getitem":
+        if operator_name(node) in ("getitem", "getattr"):
             maker = node.all_input_nodes[0]
             if is_work(maker) and not isinstance(maker.meta.get(VALUE), Tensor):
                 yield [maker, node]

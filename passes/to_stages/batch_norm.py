@@ -16,49 +16,202 @@ statistics, too, and the update comes after it, so that no recomputation repeats
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.ir._torch import BatchNorm
-from fxpipe.ir.graph import ONCE, attribute
+from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.ir.graph import ONCE, WHOLE, attribute
+from fxpipe.ir.source import model_frame
+from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.checkpointing.regions import region_of
+from fxpipe.runtime.writes import statistics_written_by
+from passes.common.fakes import FakeInterpreter
 
 
 @dataclass(frozen=True)
 class DeferredBatchNorm:
     """Model graph → the same, in which batch norms that keep running statistics are taken apart.
 
-    Only batch norms in training mode are taken apart, be they modules of ``torch.nn`` (symbolic
-    tracing) or calls of ``aten.batch_norm`` (export). ``SyncBatchNorm`` stays as it is, since it
-    computes its statistics from the batches of several processes.
+    Only batch norms in training mode are taken apart: modules of ``torch.nn`` (which symbolic
+    tracing keeps, and so does an export where they have no momentum), and calls of
+    ``F.batch_norm``, ``torch.batch_norm`` and ``aten.batch_norm`` with buffers. ``SyncBatchNorm``
+    stays as it is, since it computes its statistics from the batches of several processes.
+
+    Whatever else writes to running statistics would do so for each micro-batch. It is looked for in
+    a run of the graph on fake tensors, and refused.
+
+    ``inputs``: what the graph is run on, one for each placeholder. Without them only what the nodes
+    themselves show is refused.
     """
 
     name: ClassVar[str] = "batch_norm"
+    inputs: tuple[Any, ...] | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        for node in list(gm.graph.find_nodes(op="call_module")):
-            module = gm.get_submodule(str(node.target))
-            if isinstance(module, BatchNorm) and _is_plain(module):
-                _take_apart(node, *_of_module(node, module))
-            elif (region := region_of(module)) is not None:
-                self(region.body)
-                _move_updates_out(node, region.body.graph)
-                region.body.recompile()
-        counters = _counters(gm)
-        target = torch.ops.aten.batch_norm.default
-        for node in list(gm.graph.find_nodes(op="call_function", target=target)):
-            x, weight, bias, mean, variance, training, momentum, eps, _ = node.args
-            if training and mean is not None:
-                tracked = _taken_over(gm, counters, mean)
-                _take_apart(node, x, weight, bias, mean, variance, tracked, momentum, eps)
-        gm.recompile()
+        _take_all_apart(gm)
+        if self.inputs is not None:
+            with torch.no_grad():
+                _Refusing(gm).run_on(self.inputs)
         return gm
+
+
+def _take_all_apart(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.find_nodes(op="call_module")):
+        path = str(node.target)
+        module = gm.get_submodule(path)
+        region = region_of(module)
+        if region is None and WHOLE in node.meta and "module" in dict(module.named_children()):
+            path = f"{path}.module"  # what stands in for one that is kept whole has it as this
+            module = gm.get_submodule(path)
+        if isinstance(module, BatchNorm) and _is_plain(module):
+            _take_apart(node, *_of_module(node, path, module))
+        elif region is not None:
+            _take_all_apart(region.body)
+            _move_updates_out(node, region.body.graph)
+            region.body.recompile()
+        elif (inner := _deferrable_within(module)) is not None:
+            raise ValueError(
+                f"deferred_batch_norm=True: {'.'.join(filter(None, (path, inner)))} is a batch "
+                f"norm within {path}, a {type(module).__name__} that is kept whole, so that its "
+                f"running statistics cannot be updated once for each mini-batch: {_REMEDY}"
+            )
+    calls: dict[int, list[tuple[fx.Node, dict[str, Any]]]] = {}  # by the buffer of their means
+    for node in list(gm.graph.nodes):
+        if node.target not in _FUNCTIONS:
+            continue
+        bound = inspect.signature(_FUNCTIONS[node.target]).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given, momentum = bound.arguments, bound.arguments["momentum"]
+        running = given["running_mean"], given["running_var"]
+        if given["training"] is not True or not all(map(_is_buffer, running)):
+            continue  # if it does write to running statistics, the run on fake tensors shows it
+        if not isinstance(momentum, float | int):
+            raise ValueError(
+                f"deferred_batch_norm=True: the batch norm {_where(node)} has a momentum that the "
+                "model computes, so that what it is for a mini-batch is not known: give a number, "
+                "or let it be a torch.nn batch norm with momentum=None, for the average over all "
+                "mini-batches; or leave deferred_batch_norm out"
+            )
+        mean = attribute(gm, str(running[0].target))
+        calls.setdefault(id(mean), []).append((node, given))
+    for same in calls.values():
+        count = _count_taken_over(gm, same[0][1]["running_mean"], len(same))
+        for node, given in same:
+            x, weight, bias, mean, variance, _, momentum, eps = map(given.__getitem__, _ARGUMENTS)
+            tracked = None
+            if count is not None:
+                with gm.graph.inserting_before(node):
+                    name = count.replace(".", "_")
+                    tracked = gm.graph.create_node("get_attr", count, name=name)
+            _take_apart(node, x, weight, bias, mean, variance, tracked, momentum, eps)
+    gm.recompile()
+
+
+_REMEDY = (
+    "call a batch norm of torch.nn or F.batch_norm, with the model's own buffers, where the model "
+    "is traced; or leave deferred_batch_norm out, and have the running statistics of micro-batches"
+)
+_ARGUMENTS = (
+    *("input", "weight", "bias", "running_mean", "running_var"),
+    *("training", "momentum", "eps"),
+)
+
+
+def _of_operator(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: Any,
+    momentum: Any,
+    eps: Any,
+    cudnn_enabled: Any = True,
+) -> None:
+    """A function that takes its arguments as the operator does."""
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: F.batch_norm,
+    torch.batch_norm: _of_operator,
+    torch.ops.aten.batch_norm.default: _of_operator,
+}
+"""The functions that normalise by a batch, each with one whose signature says how it is called."""
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def _where(node: fx.Node) -> str:
+    """Where a node is in the model, for people."""
+    frame = model_frame(node.meta.get("stack_trace"))
+    at = "" if frame is None else f" (at {frame['file']}:{frame['number']})"
+    return f"{node.name!r}{at}"
+
+
+def _deferrable_within(module: nn.Module) -> str | None:
+    """The path of a batch norm within a module that is one node, which updates running statistics;
+    None if there is none."""
+    return next(
+        (
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+            if part.training and part.running_mean is not None
+        ),
+        None,
+    )
+
+
+class _Refusing(FakeInterpreter):
+    """Runs a graph, and raises an error at a node that writes running statistics to a buffer."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.gm, self.writes = gm, _Statistics()
+
+    def run_on(self, inputs: tuple[Any, ...]) -> None:
+        fakes = self.fake(inputs)
+        # They are kept as long as the run takes, else other tensors could get their memory.
+        own = [(name, self.fake(buffer)) for name, buffer in self.gm.named_buffers()]
+        self.buffers = {memory_of(buffer): name for name, buffer in own}
+        with self.mode, self.writes:
+            self.run(*fakes)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.writes.memories.clear()
+        value = super().run_node(n)
+        is_sync = n.op == "call_module" and isinstance(
+            self.gm.get_submodule(str(n.target)), nn.SyncBatchNorm
+        )
+        for memory in self.writes.memories:
+            if memory in self.buffers and not is_sync:
+                raise ValueError(
+                    f"deferred_batch_norm=True: {_where(n)} updates running statistics in "
+                    f"{self.buffers[memory]}, and would do so for each micro-batch: {_REMEDY}"
+                )
+        return value
+
+
+class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memories of the running statistics that batch norms write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memories: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.memories.update(map(memory_of, statistics_written_by(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
 
 def _is_plain(module: BatchNorm) -> bool:
@@ -67,7 +220,7 @@ def _is_plain(module: BatchNorm) -> bool:
     return is_torchs and module.training and module.running_mean is not None
 
 
-def _of_module(node: fx.Node, module: nn.Module) -> tuple[Any, ...]:
+def _of_module(node: fx.Node, path: str, module: nn.Module) -> tuple[Any, ...]:
     (x,) = (*node.args, *node.kwargs.values())
     tensors: list[fx.Node | None] = []
     with node.graph.inserting_before(node):
@@ -75,39 +228,62 @@ def _of_module(node: fx.Node, module: nn.Module) -> tuple[Any, ...]:
             if getattr(module, name) is None:
                 tensors.append(None)
                 continue
-            path = f"{node.target}.{name}"
-            flat = path.replace(".", "_")
-            tensors.append(node.graph.create_node("get_attr", path, name=flat))
+            flat = f"{node.target}.{name}".replace(".", "_")
+            tensors.append(node.graph.create_node("get_attr", f"{path}.{name}", name=flat))
     return x, *tensors, module.momentum, module.eps
 
 
-def _counters(gm: fx.GraphModule) -> dict[int, fx.Node]:
-    """The nodes that count batches in an exported graph, by the buffer that they add to."""
-    found = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor)
-    return {
-        id(attribute(gm, str(node.args[0].target))): node
-        for node in found
-        if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
-    }
+def _count_taken_over(gm: fx.GraphModule, mean: fx.Node, calls: int) -> str | None:
+    """The path of ``num_batches_tracked`` beside the running mean of batch norms, if the graph adds
+    one to it for each of their ``calls``. None if the graph does not count batches.
 
-
-def _taken_over(gm: fx.GraphModule, counters: dict[int, fx.Node], mean: Any) -> fx.Node | None:
-    """The node of ``num_batches_tracked`` beside the running mean of a batch norm.
-
-    The node that adds one to it is erased, since ``update_statistics`` counts mini-batches. None if
-    the graph does not count batches, or uses their number.
+    The nodes that count are erased, since ``update_statistics`` counts mini-batches. Raises
+    ValueError if the number is used, or counts something else.
     """
-    path = f"{mean.target.rpartition('.')[0]}.num_batches_tracked"
+    path = ".".join([*str(mean.target).split(".")[:-1], "num_batches_tracked"])
     try:
-        counter = counters.get(id(attribute(gm, path)))
+        buffer = attribute(gm, path)
     except AttributeError:
         return None
-    if counter is None or counter.users:
+    values: list[fx.Node] = []  # the buffer, and what has been counted up from it
+    added = 0
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            if attribute(gm, str(node.target)) is buffer:
+                values.append(node)
+        elif node.args and node.args[0] in values:
+            adds = node.target in _ADDS and node.args[1:] == (1,) and not node.kwargs
+            sets = node.target in _SETS and node.args[1] in values
+            if adds or sets or node.target in _DETACHES:
+                values.append(node)
+                added += adds
+    if not added:
         return None
-    (tracked, _) = counter.args
-    gm.graph.erase_node(counter)
-    assert isinstance(tracked, fx.Node)
-    return tracked
+    users = (user for value in values for user in value.users if user not in values)
+    if (user := next(users, None)) is not None:
+        raise ValueError(
+            f"deferred_batch_norm=True: the model computes with {path}, the number of batches, "
+            f"{_where(user)}, which is that of mini-batches once it is deferred, but is read for "
+            "each micro-batch: do not read it, or leave deferred_batch_norm out"
+        )
+    if added != calls:
+        raise ValueError(
+            f"deferred_batch_norm=True: the model adds {added} to {path}, the number of batches, "
+            f"for {calls} calls of the batch norm: add one for each call, or leave "
+            "deferred_batch_norm out"
+        )
+    for node in reversed(values):
+        if node.op != "get_attr":
+            gm.graph.erase_node(node)
+    return path
+
+
+_ADDS = {
+    *("add", "add_", operator.add, operator.iadd, torch.add),
+    *(torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor),
+}
+_SETS = {"copy_", torch.ops.aten.copy_.default}
+_DETACHES = {"detach", torch.ops.aten.detach.default}
 
 
 def _take_apart(
@@ -125,7 +301,7 @@ def _take_apart(
 
     def add(function: Any, args: Iterable[Any], suffix: str) -> fx.Node:
         made = graph.create_node("call_function", function, tuple(args), name=f"{name}_{suffix}")
-        made.meta = dict(node.meta)
+        made.meta = {key: value for key, value in node.meta.items() if key != WHOLE}
         return made
 
     with graph.inserting_before(node):
@@ -136,6 +312,11 @@ def _take_apart(
         )
         update = (mean, variance, tracked, momentum, (tuple(statistics),))
         add(ops.update_statistics, update, "update").meta[ONCE] = True
+    if WHOLE in node.meta:  # a module that is kept whole gives a list
+        for user in list(node.users):
+            assert user.target is operator.getitem and user.args[1] == 0
+            user.replace_all_uses_with(y)
+            graph.erase_node(user)
     node.replace_all_uses_with(y)
     graph.erase_node(node)
 

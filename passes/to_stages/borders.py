@@ -32,7 +32,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.graph import (
     GROWS,
@@ -47,7 +46,7 @@ from fxpipe.ir.graph import (
     is_work,
     stages_of,
 )
-from fxpipe.ir.tensors import memory_bytes, new_memory, tensors_of
+from fxpipe.ir.tensors import memory_bytes, new_memory, tensors_of, with_tensors
 from passes.common.fakes import fake_mode
 from passes.common.signature import look_of
 from passes.common.skips import routes
@@ -128,7 +127,7 @@ class _Recount:
             for node in self.gm.graph.nodes:
                 if node in arrived:
                     with torch.no_grad():
-                        value = pytree.tree_map_only(Tensor, _sent, _value(node))
+                        value = with_tensors(_sent, _value(node))
                     self._note(node, value, self._memories(node, value, arrived[node]))
                 elif is_work(node) and not self.before.keys().isdisjoint(node.all_input_nodes):
                     self._follow(node)

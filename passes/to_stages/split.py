@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxpipe.ir._torch import OuterModule, pytree
+from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import (
     BROUGHT,
     CONTAINS,
@@ -43,6 +43,7 @@ from fxpipe.ir.graph import (
     rename_in_meta,
     stage_nodes,
 )
+from fxpipe.ir.tensors import with_tensors
 from passes.common.stage_names import stage_names
 
 
@@ -198,7 +199,7 @@ def _stage_module(
             # is detached.
             result = graph.call_function(torch.detach, (result,))
             _describe(node, result)
-            result.meta[VALUE] = pytree.tree_map_only(Tensor, Tensor.detach, node.meta[VALUE])
+            result.meta[VALUE] = with_tensors(Tensor.detach, node.meta[VALUE])
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))
     graph.output_node().meta[ORIGIN] = tuple(node.meta.get(ORIGIN, node.name) for node in gives)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import fxpipe
+from fxpipe.ir.errors import Unsupported
 from fxpipe.meaning.errors import BatchError
 from fxpipe.trace import TraceError
 from passes import PartitionError
@@ -89,6 +90,30 @@ def test_sparse_inputs(checkpoint):
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
         pipe(rows, sparse).sum().backward()
     torch.testing.assert_close(gradients(model), expected)
+
+
+def test_a_sparse_input_or_target_is_not_cut():
+    model, rows = Neighbours(), x(3)
+    sparse = torch.eye(3).to_sparse()
+    said = message(model, Unsupported, rows, sparse)
+    assert said.startswith(
+        "the input adjacency (3, 3) is a sparse tensor, which cannot be cut into micro-batches: "
+        "give it dense, by adjacency.to_dense(), or give its indices and values as tensors"
+    )
+    assert said.endswith("if all micro-batches share it, give None for it in in_dims")
+    with (
+        fxpipe.compile(MLP(3), ["cpu"] * 2, chunks=2, loss_fn=nn.MSELoss()) as pipe,
+        pytest.raises(ValueError, match=r"layout torch.sparse_coo, .*: give it dense, by target"),
+    ):
+        pipe.step(rows, target=sparse)
+
+
+def test_a_lazy_model_that_has_not_run():
+    for lazy in nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False):
+        said = message(nn.Sequential(nn.Identity(), lazy), Unsupported, x())
+        assert said.startswith("Sequential has parameters without a shape, 1.") and (
+            said.endswith("run it once, so that its lazy modules make theirs")
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import DisableTorchFunction, pytree
+from fxpipe.ir.tensors import is_shape
 from fxpipe.runtime.random import GeneratorState
 
 _here = threading.local()  # .saving: whether this thread is saving arguments just now
@@ -67,7 +68,7 @@ class KeptInputs:
     """
 
     def __init__(self, inputs: Any, preserve_rng_state: bool) -> None:
-        leaves, self.spec = pytree.tree_flatten(inputs)
+        leaves, self.spec = pytree.tree_flatten(inputs, is_leaf=is_shape)
         self.where = [i for i, leaf in enumerate(leaves) if _can_be_saved(leaf)]
         self.tensors = [leaves[i] for i in self.where]
         self.leaves = [self._kept(leaf, preserve_rng_state) for leaf in leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -56,3 +57,21 @@ def test_deferred_batch_norm_and_written_inputs_come_once(options):
     assert same(seen, torch.relu(x))
     reference(x.clone())
     torch.testing.assert_close(list(model.buffers()), list(reference.buffers()))
+
+
+@pytest.mark.parametrize("what", ["input", "target"])
+def test_an_input_or_a_target_whose_gradient_is_lost_is_told_of_once(what):
+    model, encoder = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, target=y)
+
+        def step():
+            pipe.step(encoder(x), target=y) if what == "input" else pipe.step(x, target=encoder(y))
+
+        with pytest.warns(UserWarning, match=f"{what} that requires a gradient, and computes none"):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+    assert encoder.weight.grad is None

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -203,3 +204,150 @@ def test_an_update_belongs_to_the_stage_that_has_the_statistics_wherever_it_is_c
     ) as pipe:
         pipe(torch.randn(4, 4))
         assert [hop.value for hop in pipe.skip_layout.hops] == ["input_1", "_0", "_1_out"]
+
+
+class Functional(nn.Module):
+    """Normalises by a function, with buffers of its own."""
+
+    def __init__(self, function=F.batch_norm) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        if self.function is torch.batch_norm:
+            return torch.batch_norm(x, None, None, self.mean, self.var, True, 0.3, 1e-5, False)
+        return F.batch_norm(x, self.mean, self.var, training=self.training, momentum=0.3)
+
+
+class Activated(nn.BatchNorm1d):
+    """A batch norm with a forward of its own, as timm has them."""
+
+    def forward(self, x):
+        self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum
+        )
+        return torch.relu(x)
+
+
+class Counting(nn.BatchNorm1d):
+    def forward(self, x):
+        self.num_batches_tracked += 1
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.2)
+
+
+class Twice(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(torch.tanh(self.norm(x)) * 2)
+
+
+NORMS = {
+    "F.batch_norm": Functional,
+    "torch.batch_norm": lambda: Functional(torch.batch_norm),
+    "a subclass": lambda: Activated(4),
+    "a subclass that counts by +=": lambda: Counting(4),
+    "no momentum": lambda: nn.BatchNorm1d(4, momentum=None),
+}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("name", NORMS)
+def test_those_that_are_functions_or_kept_whole_defer_too(name, tracer):
+    model = nn.Sequential(nn.Linear(4, 4), NORMS[name](), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, tracer=tracer, deferred_batch_norm=True
+    ) as pipe:
+        for shift in range(3):
+            x = torch.randn(7, 4) + shift
+            wanted, _ = loop(copy.deepcopy(model), (x,), 3)
+            output = pipe(x)
+            loss_of(output).backward()
+            assert same(output.detach(), wanted)
+            reference(x)
+            close(model, reference)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: Activated(4)])
+def test_one_that_is_called_twice_in_a_stage_counts_twice(make, tracer):
+    model = Twice(make())
+    with fxpipe.compile(model, ["cpu"], chunks=3, tracer=tracer, deferred_batch_norm=True) as pipe:
+        for _ in range(2):
+            pipe(torch.randn(7, 4))
+    assert model.norm.num_batches_tracked == 4
+
+
+class OfAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.stack([torch.zeros(4), torch.ones(4)]))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.statistics[0], self.statistics[1], training=True)
+
+
+class OfAMomentum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("momentum", torch.tensor(0.3))
+
+    def forward(self, x):
+        running = self.norm.running_mean, self.norm.running_var
+        return F.batch_norm(x, *running, training=True, momentum=self.momentum.item())
+
+
+class OfTheCount(nn.BatchNorm1d):
+    def forward(self, x):
+        count = self.num_batches_tracked.add_(1)
+        x = F.batch_norm(x, self.running_mean, self.running_var, training=True)
+        return x / (1 + count)
+
+
+class OfValues(nn.Module):
+    """Is kept whole, as it branches by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x if x.sum() > 1e9 else x * 2
+
+
+CANNOT = {
+    OfAView: r"deferred_batch_norm=True: 'batch_norm' \(at .*test_batch_norm.py:\d+\) updates "
+    "running statistics in 1.statistics, and would do so for each micro-batch: call a batch norm",
+    OfAMomentum: r"the batch norm 'batch_norm' \(at .*\) has a momentum that the model computes",
+    lambda: OfTheCount(4): "the model computes with 1.num_batches_tracked, the number of batches",
+    OfValues: "1.module.norm is a batch norm within 1.module, a OfValues that is kept whole",
+}
+
+
+@pytest.mark.parametrize("make", CANNOT)
+def test_what_cannot_be_deferred_is_refused(make):
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4))
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, deferred_batch_norm=True, check=False) as pipe,
+        pytest.raises(ValueError, match=CANNOT[make]),
+    ):
+        pipe(torch.randn(4, 4))
+
+
+def test_statistics_that_are_no_buffers_are_nothing_to_defer():
+    class Of(nn.Module):
+        def forward(self, x):
+            return F.batch_norm(x, x.new_zeros(4), x.new_ones(4), training=True)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Of()), torch.randn(6, 4)
+    wanted, _ = loop(model, (x,), 2)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, deferred_batch_norm=True) as pipe:
+        assert same(pipe(x).detach(), wanted)
