@@ -22,11 +22,12 @@ from functools import cache
 from itertools import islice
 from types import FrameType
 
+from fxpipe.ir._torch import ASSERT
 from fxpipe.ir.source import is_pythons
 
 _LOG = "debug", "info", "warning", "warn", "error", "exception", "critical", "log"
 _LOG_ONCE = "debug_once", "info_once", "warning_once", "warn_once"
-_CHECK = "_assert", "_check", "_check_value", "torch_compilable_check"
+_CHECK = ASSERT.__name__, "_check", "_check_value", "torch_compilable_check"
 _TELL = frozenset(("print", *_LOG, *_LOG_ONCE, *_CHECK))
 """The names of functions and methods that log, warn, print, or check a condition."""
 
