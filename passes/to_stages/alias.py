@@ -45,6 +45,7 @@ from fxpipe.ir.graph import (
     ALIAS,
     NO_BACKWARD,
     ON_THE_HOST,
+    ONCE,
     RANDOM,
     SAME_AS,
     VALUE,
@@ -203,9 +204,14 @@ class _Watcher(FakeInterpreter):
         return tuple(found.values())
 
     def users_of(self, memory: int) -> set[fx.Node]:
-        """The nodes that use a buffer or parameter, or a view of it."""
+        """The nodes that use a buffer or parameter, or a view of it. For one that runs once for a
+        mini-batch, in the stage of what it is given, these are the nodes that give it that."""
         given = self.given.get(memory, ())
         users = {user for node in given for user in node.users if user.op != "output"}
+        for once in [user for user in users if ONCE in user.meta]:
+            users.remove(once)
+            users.update(once.all_input_nodes)
+        users -= {node for node in users if node.op in ("get_attr", "placeholder")}
         made = {node for node in given if node.op not in ("get_attr", "placeholder")}
         return users | made | self.owners.get(memory, set())
 

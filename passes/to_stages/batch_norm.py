@@ -37,6 +37,8 @@ class DeferredBatchNorm:
     Only batch norms in training mode are taken apart, be they modules of ``torch.nn`` (symbolic
     tracing) or calls of ``aten.batch_norm`` (export). ``SyncBatchNorm`` stays as it is, since it
     computes its statistics from the batches of several processes.
+
+    Raises ValueError where another node reads the running statistics.
     """
 
     name: ClassVar[str] = "batch_norm"
@@ -57,6 +59,7 @@ class DeferredBatchNorm:
             if training and mean is not None:
                 tracked = _taken_over(gm, counters, mean)
                 _take_apart(node, x, weight, bias, mean, variance, tracked, momentum, eps)
+        _refuse_reads(gm)
         gm.recompile()
         return gm
 
@@ -81,33 +84,61 @@ def _of_module(node: fx.Node, module: nn.Module) -> tuple[Any, ...]:
     return x, *tensors, module.momentum, module.eps
 
 
-def _counters(gm: fx.GraphModule) -> dict[int, fx.Node]:
-    """The nodes that count batches in an exported graph, by the buffer that they add to."""
-    found = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor)
+def _counters(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """The nodes that count batches in an exported graph, in order, by the buffer that they add to.
+    A buffer whose number something else reads is left out."""
+    counted: dict[fx.Node, int] = {}
+    found: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor):
+        source = node.args[0]
+        if source in counted:  # a second call of the same batch norm adds to what the first gives
+            counted[node] = counted[source]
+        elif isinstance(source, fx.Node) and source.op == "get_attr":
+            counted[node] = id(attribute(gm, str(source.target)))
+        else:
+            continue
+        found.setdefault(counted[node], []).append(node)
     return {
-        id(attribute(gm, str(node.args[0].target))): node
-        for node in found
-        if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+        buffer: nodes
+        for buffer, nodes in found.items()
+        if all(user in counted for node in nodes for user in node.users)
     }
 
 
-def _taken_over(gm: fx.GraphModule, counters: dict[int, fx.Node], mean: Any) -> fx.Node | None:
+def _taken_over(gm: fx.GraphModule, counters: dict[int, list[fx.Node]], mean: Any) -> Any:
     """The node of ``num_batches_tracked`` beside the running mean of a batch norm.
 
-    The node that adds one to it is erased, since ``update_statistics`` counts mini-batches. None if
-    the graph does not count batches, or uses their number.
+    The next node that adds one to it is erased, since ``update_statistics`` counts mini-batches.
+    None if the graph does not count batches, or uses their number.
     """
     path = f"{mean.target.rpartition('.')[0]}.num_batches_tracked"
     try:
-        counter = counters.get(id(attribute(gm, path)))
+        counting = counters.get(id(attribute(gm, path)))
     except AttributeError:
         return None
-    if counter is None or counter.users:
+    if not counting:
         return None
+    counter = counting.pop(0)
     (tracked, _) = counter.args
+    counter.replace_all_uses_with(tracked)  # type: ignore[arg-type]
     gm.graph.erase_node(counter)
-    assert isinstance(tracked, fx.Node)
     return tracked
+
+
+def _refuse_reads(gm: fx.GraphModule) -> None:
+    """Raise ValueError if a node reads running statistics whose update is deferred: in the model it
+    may read them after the update, which comes behind all micro-batches now."""
+    updates = gm.graph.find_nodes(op="call_function", target=ops.update_statistics)
+    deferred = {id(attribute(gm, str(node.target))) for u in updates for node in u.args[:2]}
+    for node in gm.graph.find_nodes(op="get_attr") if updates else ():
+        readers = (user for user in node.users if user.target is not ops.update_statistics)
+        reader = next(readers, None)
+        if reader is not None and id(attribute(gm, str(node.target))) in deferred:
+            raise ValueError(
+                f"{reader.name!r} reads {node.target}, which deferred_batch_norm=True updates only "
+                "behind all micro-batches: it would read what an earlier mini-batch has left; "
+                "leave deferred_batch_norm out, or read the statistics outside of the forward"
+            )
 
 
 def _take_apart(
