@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of
+from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.streams import current, has_streams
 
@@ -40,6 +40,12 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
             if found is not None:
                 self.on_write(*found)
         return func(*args, **(kwargs or {}))
+
+
+def writes_counted(tensor: Tensor) -> int:
+    """How many times a tensor has been written to, as far as autograd counts: not at all where it
+    has been made in inference mode."""
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 class WrittenMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

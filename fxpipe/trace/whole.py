@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import CALL, FakeTensor, version_of
+from fxpipe.ir._torch import CALL, FakeTensor
 from fxpipe.ir.flops import Flops, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
-from fxpipe.runtime.writes import WrittenMemory
+from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
@@ -327,7 +327,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         given, inputs = Structure.of((args, kwargs))
         own = _tensors(module)
         tensors = (*given, *own.values())
-        before = list(map(version_of, tensors))
+        before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
         with Flops() as flops, WrittenMemory() as memory:
@@ -335,7 +335,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
         written = [
-            memory.has(tensor) or version_of(tensor) != version
+            memory.has(tensor) or writes_counted(tensor) != version
             for tensor, version in zip(tensors, before, strict=True)
         ]
         if any(written[: len(given)]):

@@ -39,7 +39,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
+from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.graph import (
     AGAIN,
     ALIAS,
@@ -55,7 +55,7 @@ from fxpipe.ir.graph import (
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.runtime.checkpointing.regions import regions_within
 from fxpipe.runtime.random import HostRandomState, draws_on_the_host
-from fxpipe.runtime.writes import WrittenMemory
+from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from passes.common.fakes import FakeInterpreter, backward_edges, history_of
 
 _NOTES = WRITES, WRITES_STATE, AGAIN, ALIAS, RANDOM, ON_THE_HOST, SAME_AS, NO_BACKWARD
@@ -228,9 +228,9 @@ class _Watcher(FakeInterpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = [(tensor, version_of(tensor)) for tensor in tensors_of((args, kwargs))]
+        before = [(tensor, writes_counted(tensor)) for tensor in tensors_of((args, kwargs))]
         own = self._own(n)
-        before += [(tensor, version_of(tensor)) for tensor in own.values()]
+        before += [(tensor, writes_counted(tensor)) for tensor in own.values()]
         self.randomness.has_drawn = False
         self.operators.numbers.clear()
         module = self._users_module(n)
@@ -241,7 +241,7 @@ class _Watcher(FakeInterpreter):
         written = {
             memory_of(tensor)
             for tensor, version in before
-            if self.operators.has(tensor) or version_of(tensor) != version
+            if self.operators.has(tensor) or writes_counted(tensor) != version
         }
         if written:
             self.written[n] = written
