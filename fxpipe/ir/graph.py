@@ -43,6 +43,8 @@ HOME = "home"  #: int: where a node copies a parameter to another stage: the sta
 AGAIN = "again"  #: tuple[str, ...]: the buffers that it writes to once more in its backward
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
+#: tuple[str, ...]: the paths of the parameters and buffers whose memory this node writes to
+WRITES_STATE = "writes_state"
 SAME_AS = "same_as"  #: tuple[str, ...]: the nodes whose tensors this one returns unchanged
 NO_BACKWARD = "no_backward"  #: True where a gradient is required, but no backward computes it
 WRITTEN = "written"  #: True at the placeholder of an input that is written to

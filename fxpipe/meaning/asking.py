@@ -255,9 +255,10 @@ class Asking:
             refuse(self.asked, messages.not_stilled(sorted(self.random)))
         problem = self.in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
-        if lasting := self._lasting(dims, verdict):
-            notes.append(lasting)
-            self.asked.warn(messages.lasting(lasting))
+        for lasting in (self._lasting(dims, verdict), self._statistics_read()):
+            if lasting:
+                notes.append(lasting)
+                self.asked.warn(messages.lasting(lasting))
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
@@ -347,6 +348,18 @@ class Asking:
             if not is_the_models(error):
                 raise
             return ""  # it takes no second call in the state that the first one leaves
+
+    def _statistics_read(self) -> str:
+        """What is to be told of running statistics of batch norms that the forward itself reads. As
+        batch norms are stilled while the model is checked, no run shows what depends on them."""
+        names = list(self.runs.statistics_read)
+        if not self.asked.check or not names:
+            return ""
+        return (
+            f"the forward reads {_first_of(names)}, which a batch norm in train mode updates in "
+            "each call, and each micro-batch is a call: it reads what the micro-batches so far "
+            "have left, not the statistics of the mini-batch"
+        )
 
     def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:
         notes = []

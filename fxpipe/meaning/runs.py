@@ -61,6 +61,8 @@ class ModelRuns:
         self.puts_outside = False  # whether a run has put tensors into global variables
         self.met_norm = False  # whether it has called a norm whose statistics have been replaced
         self.met_batch_norm = False  # whether that was a batch norm that is no module
+        # The names of the running statistics of batch norms that the forward itself reads.
+        self.statistics_read: dict[str, None] = {}
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
         self.met_uniform = False  # whether one that may be compared with a rate
         self.said: dict[str, Any] = {}  # what ``out_dims`` says of outputs, by their paths
@@ -233,6 +235,7 @@ class ModelRuns:
             if stilled is not None:
                 self.met_norm |= stilled.met_norm
                 self.met_batch_norm |= stilled.met_batch_norm
+                self.statistics_read |= dict.fromkeys(stilled.statistics_read)
                 met.take(stilled.drawn.met, stilled.drawn.met_uniform)
             self.met_random_numbers |= met.any
             self.met_uniform |= met.uniform

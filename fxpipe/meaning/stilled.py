@@ -7,15 +7,17 @@ that the report names; with both switched off, the check sees every other differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.meaning.drawn import UNIFORM, Drawn
 
 aten = torch.ops.aten
@@ -56,12 +58,12 @@ def still(model: nn.Module, uniform: float = UNIFORM[0]) -> Iterator[Still]:
 
     Yields a mode that says whether the model has called a batch norm that is no module (in graphs
     that Dynamo has captured, all of them are functions), and whether it would have drawn random
-    numbers.
+    numbers, and which running statistics of batch norms it reads itself.
 
     Attributes of modules that are set here are put back by ``fxpipe.trace.untouched``, which the
     caller has to enter before.
     """
-    mode = Still(uniform)
+    mode = Still(uniform, {memory_of(b): name for name, b in model.named_buffers()})
     told: list[nn.Module] = []  # the instance norms that tell the mode when they are under way
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.training:
@@ -69,6 +71,8 @@ def still(model: nn.Module, uniform: float = UNIFORM[0]) -> Iterator[Still]:
                 vars(module)["forward"] = _identity
             else:
                 vars(module)["training"] = False
+                if type(module).forward is BatchNorm.forward:
+                    mode.updates(module.running_mean, module.running_var)
         elif isinstance(module, nn.RNNBase) and module.dropout:
             vars(module)["dropout"] = 0.0
         elif isinstance(module, _INSTANCE_NORMS) and "forward" not in vars(module):
@@ -112,9 +116,24 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     is_by_row = False
     """Whether the module of an instance norm is under way."""
 
-    def __init__(self, uniform: float = UNIFORM[0]) -> None:
+    def __init__(
+        self, uniform: float = UNIFORM[0], buffers: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = Drawn(uniform)
+        self._buffers = buffers  # the names of the model's, by their memory
+        self._updated: set[int] = set()
+        self._read: set[int] = set()
+
+    def updates(self, *statistics: Tensor | None) -> None:
+        """Note that a batch norm would update these running statistics, if it were not stilled."""
+        self._updated.update(memory_of(each) for each in statistics if each is not None)
+
+    @property
+    def statistics_read(self) -> list[str]:
+        """The running statistics that batch norms would update, and that other operators read."""
+        both = self._updated & self._read
+        return [name for memory, name in self._buffers.items() if memory in both]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -122,6 +141,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.overloadpacket in _BATCH_NORMS:
             args = self._by_fixed_statistics(args)
+        elif self._buffers and func.overloadpacket not in _WHOLE_NORMS + _BATCH_NORM_BACKWARDS:
+            self._read.update(map(memory_of, tensors_of((args, kwargs))))
         elif func.overloadpacket in _BATCH_NORM_BACKWARDS:
             func, args = _back_by_fixed_statistics(func, args)
         made = self.drawn.instead(func, args, kwargs)
@@ -137,6 +158,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args
         self.met_norm = True
         self.met_batch_norm |= not self.is_by_row
+        if not self.is_by_row:
+            self.updates(mean, var)
         if mean is None or var is None:
             mean, var = _unit(x)
         return (x, weight, bias, mean, var, False, *rest)
@@ -168,6 +191,8 @@ def _back_by_fixed_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, tu
 
 _BATCH_NORMS = aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm
 """Operators with the same first six arguments: x, weight, bias, mean, variance, training."""
+_WHOLE_NORMS = aten.batch_norm, aten.instance_norm
+"""What a mode sees in their place in inference mode."""
 _BATCH_NORM_BACKWARDS = (
     aten.native_batch_norm_backward,
     aten.cudnn_batch_norm_backward,

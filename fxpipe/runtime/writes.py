@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of
+from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.streams import current, has_streams
 
@@ -22,7 +22,7 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
     """Calls ``on_write(key, tensor)`` ahead of the first operator that writes to each tensor.
 
     An operator's schema says which arguments it writes to. The schemas of batch norms do not name
-    their running statistics, so these writes are not noticed.
+    their running statistics, so these writes are not noticed (:func:`statistics_written_by`).
     """
 
     supports_higher_order_operators = True
@@ -42,6 +42,37 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def writes_counted(tensor: Tensor) -> int:
+    """How many times a tensor has been written to, as far as autograd counts: not at all where it
+    has been made in inference mode."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class WrittenMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memory that operators write to. A version counter does not tell of all: not of a
+    write by way of ``.data``, nor of running statistics, nor of a fake tensor in a list.
+
+    The memory of a tensor that has been freed may be that of another one by now: ask for tensors
+    that have been there all along.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: set[int] = set()
+        """By :func:`fxpipe.ir.tensors.memory_of`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.numbers.update(map(memory_of, written_by(func, args, kwargs or {})))
+        self.numbers.update(map(memory_of, statistics_written_by(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether something has been written to the memory of a tensor."""
+        return memory_of(tensor) in self.numbers
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among the arguments of an operator that it writes to, as its schema says."""
     schema = schema_of(func)
@@ -54,17 +85,35 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
             yield from (each for each in several if isinstance(each, Tensor))
 
 
+_WRITES_STATISTICS = {
+    "aten::batch_norm": "training",
+    "aten::_batch_norm_impl_index": "training",
+    "aten::native_batch_norm": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::batch_norm_update_stats": None,
+    "aten::batch_norm_gather_stats": None,
+    "aten::batch_norm_gather_stats_with_counts": None,
+}
+"""Operators that write to their arguments ``running_mean`` and ``running_var``, of which their
+schemas say nothing; each with the argument that must be true for it to do so, or None if it always
+does. The schemas of all others that have such arguments (``_native_batch_norm_legit``, say) name
+their writes."""
+
+
 def statistics_written_by(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[Tensor]:
-    """The running statistics among the arguments of a batch norm that it writes to, which its
-    schema does not say."""
+    """The running statistics among the arguments of a norm that it writes to, which its schema does
+    not say."""
     schema = schema_of(func)
-    names = [] if schema is None else [argument.name for argument in schema.arguments]
-    if "running_mean" not in names:
+    if schema is None or schema.name not in _WRITES_STATISTICS:
         return
+    names = (argument.name for argument in schema.arguments)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if given.get("training", given.get("train", True)):
+    condition = _WRITES_STATISTICS[schema.name]
+    if condition is None or given.get(condition):
         running = given.get("running_mean"), given.get("running_var")
         yield from (each for each in running if isinstance(each, Tensor))
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import version_of
 from fxpipe.ir.structure import Structure
+from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from fxpipe.trace import whole
 from fxpipe.trace.errors import Refused
 from fxpipe.trace.patches import functions_handled
@@ -49,9 +49,13 @@ class Application:
 
         Raises ``Refused`` if the Function writes to its inputs.
         """
-        before = [version_of(tensor) for tensor in tensors]
-        outputs = self(*tensors)
-        if [version_of(tensor) for tensor in tensors] != before:
+        before = [writes_counted(tensor) for tensor in tensors]
+        with WrittenMemory() as memory:
+            outputs = self(*tensors)
+        if (
+            any(map(memory.has, tensors))
+            or [writes_counted(tensor) for tensor in tensors] != before
+        ):
             raise _lost(self.function, "writes to its inputs")
         # New tensors are made, since an operator must not return one of its inputs.
         return [

@@ -158,8 +158,9 @@ class _SymbolicTracer(fx.Tracer):
         if _is_the_models(target) and has_containers((*args, *kwargs.values())):
             target = unchanging(target)
         written = _written_by(target, args, kwargs)
-        if isinstance(written, fx.Node) and written.op == "get_attr":
-            self.folded.writes |= written.target not in self.own
+        for each in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(each, fx.Node) and each.op == "get_attr":
+                self.folded.writes |= each.target not in self.own
         node = super().create_node(kind, target, args, kwargs, *more, **options)
         if node.target in _BACKWARDS:
             raise Refused(GRADIENTS)
@@ -198,7 +199,8 @@ class _SymbolicTracer(fx.Tracer):
 
 def _written_by(target: Any, args: Any, kwargs: Any) -> Any:
     """The argument to which a node writes in place, as in ``mean.copy_(...)``, ``mean[0] = ...``,
-    ``step += ...`` and ``out=mean``. None if it writes to none."""
+    ``step += ...`` and ``out=mean``; a list in ``torch._foreach_add_([mean], 1)``. None if it
+    writes to none."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     name = name.strip("_") if name.startswith("__") else name
     is_in_place = name in _IN_PLACE or name.endswith("_")

@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import CALL, FakeTensor, version_of
+from fxpipe.ir._torch import CALL, FakeTensor
 from fxpipe.ir.flops import Flops, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
+from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
@@ -95,7 +97,7 @@ class _ObservedCall:
     outputs: Structure
     given: list[torch.Size]  # shapes of the inputs
     made: list[Tensor]  # the outputs, as tensors on "meta"
-    written: tuple[str, ...]  # buffers that the call wrote to
+    written: tuple[str, ...]  # parameters and buffers that the call wrote to
     draws: bool  # whether it drew random numbers
     draws_on_the_host: bool  # whether Python or NumPy drew them
     flops: int  # how many it computed
@@ -110,7 +112,7 @@ class Call:
     inputs: Structure
     outputs: Structure
     shapes: list[_ShapeRule]
-    written: tuple[str, ...]  # buffers that the call writes to
+    written: tuple[str, ...]  # parameters and buffers that the call writes to
     draws: bool  # whether it draws random numbers
     draws_on_the_host: bool  # whether Python or NumPy draws them
     work: _FlopsRule
@@ -181,8 +183,8 @@ class Whole(nn.Module):
 
     On fake tensors the module does not run, since it depends on values. What comes out instead has
     the outputs' shapes and a history for autograd, and has the same side effects: it writes to the
-    buffers that the module writes to, and draws random numbers if the module does. As many FLOPs
-    are counted for it as the module has computed for a row when it was observed.
+    parameters and buffers that the module writes to, and draws random numbers if the module does.
+    As many FLOPs are counted for it as the module has computed for a row when it was observed.
 
     Raises RuntimeError where the module's outputs have another structure than in the trace, or
     other shapes than the rules give.
@@ -217,9 +219,10 @@ class Whole(nn.Module):
         return [t.clone() if memory_of(t) in memory else t for t in outputs]
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        for name in self.seen.written:
-            buffer = self.module.get_buffer(name)
-            buffer.copy_(buffer.clone())
+        own = _tensors(self.module)
+        with torch.no_grad():
+            for name in self.seen.written:
+                own[name].copy_(own[name].clone())
         if self.seen.draws:
             torch.rand(())
         sources = [t for t in (*tensors, *self.parameters()) if t.requires_grad]
@@ -232,6 +235,11 @@ class Whole(nn.Module):
         if flops := self.seen.work.of(tensors):
             outputs[0] = computed(outputs[0], flops)
         return outputs
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 # ---------------------------------------------------------------------------------- while exporting
@@ -317,27 +325,29 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
 
     def watched(module: nn.Module, forward: Any, key: str, args: Any, kwargs: Any) -> Any:
         given, inputs = Structure.of((args, kwargs))
-        buffers = dict(module.named_buffers())
-        before = [version_of(tensor) for tensor in (*given, *buffers.values())]
-        tensors = (*given, *module.parameters(), *buffers.values())
+        own = _tensors(module)
+        tensors = (*given, *own.values())
+        before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
-        with Flops() as flops:
+        with Flops() as flops, WrittenMemory() as memory:
             output = forward(*args, **kwargs)
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
-        after = [version_of(tensor) for tensor in (*given, *buffers.values())]
-        if after[: len(given)] != before[: len(given)]:
+        written = [
+            memory.has(tensor) or writes_counted(tensor) != version
+            for tensor, version in zip(tensors, before, strict=True)
+        ]
+        if any(written[: len(given)]):
             raise NotWhole(module, "it writes to its inputs")
         made, outputs = Structure.of(output)
-        changed = zip(buffers, before[len(given) :], after[len(given) :], strict=True)
         found.setdefault(key, []).append(
             _ObservedCall(
                 inputs,
                 outputs,
                 [tensor.shape for tensor in given],
                 [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
-                tuple(name for name, old, new in changed if old != new),
+                tuple(compress(own, written[len(given) :])),
                 state.has_changed or host.has_changed,
                 host.has_changed,
                 flops.total,

@@ -16,9 +16,17 @@ which nodes write to it, so that no cut separates an in-place write from the rea
 Where a node returns the very tensor that it was given (``relu_(a)``, an identity), later nodes are
 made to take the tensor from that node, so that one tensor is one value of the graph.
 
-To see whether a node writes, the pass runs it and compares the version counters of its arguments
-before and after. So functions, methods, ``out=``, item assignment and ``inplace=True`` modules are
-all noticed.
+To see whether a node writes, the pass runs it, and notices to what memory each operator writes that
+runs in it. So functions, methods, ``out=``, item assignment, lists of tensors, ``.data`` and
+``inplace=True`` modules are all noticed, and so are batch norms, which write to their running
+statistics. The version counters of its arguments, compared before and after, tell of writes that no
+operator makes.
+
+Buffers and parameters are memory that all micro-batches share. If anything writes to one, each node
+that uses it has to stay in one stage, where one micro-batch comes after the other::
+
+    y = batch_norm(x, mean, variance)       writes to mean
+    z = y - mean                            reads it: in the same stage
 """
 
 from __future__ import annotations
@@ -31,22 +39,26 @@ import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
+from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.graph import (
     AGAIN,
     ALIAS,
     NO_BACKWARD,
     ON_THE_HOST,
+    ONCE,
     RANDOM,
     SAME_AS,
     VALUE,
     WRITES,
+    WRITES_STATE,
 )
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.runtime.checkpointing.regions import regions_within
 from fxpipe.runtime.random import HostRandomState, draws_on_the_host
-from fxpipe.runtime.writes import statistics_written_by
+from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from passes.common.fakes import FakeInterpreter, backward_edges, history_of
+
+_NOTES = WRITES, WRITES_STATE, AGAIN, ALIAS, RANDOM, ON_THE_HOST, SAME_AS, NO_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,9 @@ class Alias:
     """Model graph → the same, with metadata on each node's value and on what it does to memory.
 
     ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
-    ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is the number of
-    a group of nodes that have to stay in one stage; ``meta["same_as"]`` names the nodes whose
+    ``meta["writes"]`` names the nodes whose memory it writes to, and ``meta["writes_state"]`` has
+    the paths of the parameters and buffers to whose memory it does; ``meta["alias"]`` is the number
+    of a group of nodes that have to stay in one stage; ``meta["same_as"]`` names the nodes whose
     tensors the node returns just as it was given them; ``meta["random"]`` is set where random
     numbers are drawn, with ``meta["on_the_host"]`` if by Python or NumPy; and
     ``meta["no_backward"]`` where a value has autograd history that the
@@ -71,11 +84,11 @@ class Alias:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
-            for key in (WRITES, AGAIN, ALIAS, RANDOM, ON_THE_HOST, SAME_AS, NO_BACKWARD):
+            for key in _NOTES:
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
         inputs = seen.fake(self.inputs)
-        with seen.mode, seen.randomness, seen.statistics, torch.set_grad_enabled(self.training):
+        with seen.mode, seen.randomness, seen.operators, torch.set_grad_enabled(self.training):
             seen.run(*inputs)
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
         if _follow_identities(seen, position):
@@ -87,9 +100,14 @@ class Alias:
             sharing = seen.sharing(memories)
             before = [node for node in sharing if position[node] < position[writer]]
             written[writer] = before
-            writer.meta[WRITES] = tuple(node.name for node in before)
-            groups.append(_inseparable(writer, before, sharing, position))
-        groups += [seen.buffer_users[buffer] for buffer in seen.written_buffers]
+            if before:
+                writer.meta[WRITES] = tuple(node.name for node in before)
+            if state := tuple(path for m in memories for path in seen.state.get(m, ())):
+                writer.meta[WRITES_STATE] = state
+            passing = seen.sharing(memories - seen.state.keys())
+            groups.append(_inseparable(writer, passing, position))
+        rewritten = set().union(*seen.written.values())
+        groups += [seen.users_of(memory) for memory in seen.state if memory in rewritten]
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
                 node.meta[ALIAS] = number
@@ -98,11 +116,11 @@ class Alias:
         live = _live(gm.graph, written, position)
         # A write replaces the autograd history of all tensors on its memory. The one that earlier
         # users saw is no longer known, so that these nodes are taken to be reached.
-        rewritten = set(seen.sharing(set().union(*seen.written.values())))
+        without_history = set(seen.sharing(rewritten))
         for node, value in seen.env.items():
             made_by = history_of(value) if isinstance(value, Tensor) else None
             if made_by is not None:
-                known = made_by in reached or node in rewritten
+                known = made_by in reached or node in without_history
                 if not known or node not in live:
                     node.meta[NO_BACKWARD] = True
         return gm
@@ -120,18 +138,6 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.has_drawn |= _draws(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the running statistics that batch norms write to: no version counter tells of it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()  # by id
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.written.update(map(id, statistics_written_by(func, args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -152,47 +158,66 @@ class _Watcher(FakeInterpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.garbage_collect_values = False  # new values would get the memory of freed ones
-        self.randomness, self.statistics = _Randomness(), _Statistics()
-        self.kept: list[Tensor] = []
+        self.randomness, self.operators = _Randomness(), WrittenMemory()
         self.given: dict[int, list[fx.Node]] = {}  # by memory: nodes whose results are there
         self.written: dict[fx.Node, set[int]] = {}  # by node: the memories that it writes to
-        self.buffer_users: dict[int, set[fx.Node]] = {}  # by id of a module's buffer
-        self.written_buffers: set[int] = set()
+        self.owners: dict[int, set[fx.Node]] = {}  # by memory: nodes that call modules with it
+        # By memory: the paths of the parameters and buffers that are there.
+        self.state: dict[int, list[str]] = {}
+        self.kept: list[Tensor] = []  # else other tensors could get their memory
+        for own in (gm.named_parameters, gm.named_buffers):
+            for path, tensor in own(remove_duplicate=False):
+                self._keep(path, self.fake(tensor))
 
-    def _buffers(self, node: fx.Node) -> list[Tensor]:
-        """The buffers, as fakes, of the module that a node calls."""
+    def _keep(self, path: str, tensor: Tensor) -> None:
+        """Note the fake of a tensor of the model, which all micro-batches share."""
+        self.kept.append(tensor)
+        self.state.setdefault(memory_of(tensor), []).append(path)
+
+    def _own(self, node: fx.Node) -> dict[str, Tensor]:
+        """The parameters and buffers, as fakes, of the module that a node calls."""
         if node.op != "call_module":
-            return []
-        buffers = [self.fake(b) for b in self.fetch_attr(str(node.target)).buffers()]
-        self.kept += buffers  # else other tensors could get their ids
-        return buffers
+            return {}
+        module = self.fetch_attr(str(node.target))
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {path: self.fake(tensor) for path, tensor in tensors.items()}
 
-    def _written_again(
-        self, node: fx.Node, own: list[Tensor], versions: list[int], value: Any
-    ) -> tuple[str, ...]:
+    def _written_again(self, node: fx.Node, written: set[int], value: Any) -> tuple[str, ...]:
         """The buffers, by their paths in the model, that a node has written to within a checkpoint
         of the model's own, whose backward runs that part of the node again, with its writes.
 
         Args:
-            own: the buffers of the module that the node calls, with the versions that they had.
+            written: the memory that the node writes to.
             value: what the node gives: without a gradient there is no backward.
         """
-        if not own or not any(tensor.requires_grad for tensor in tensors_of(value)):
+        if node.op != "call_module" or not written:
             return ()
-        changed = (b for b, version in zip(own, versions, strict=True) if version_of(b) != version)
-        written = self.statistics.written.union(map(id, changed))
+        if not any(tensor.requires_grad for tensor in tensors_of(value)):
+            return ()
         found: dict[int, str] = {}
         # The innermost regions come first: they have the buffer at its path in the model.
         for region in reversed(list(regions_within(self.fetch_attr(str(node.target))))):
             for path, buffer in region.body.named_buffers():
-                fake = id(self.fake(buffer))
-                if region.settings.options.writes_again and fake in written:
-                    found.setdefault(fake, path)
+                memory = memory_of(self.fake(buffer))
+                if region.settings.options.writes_again and memory in written:
+                    found.setdefault(memory, path)
         return tuple(found.values())
+
+    def users_of(self, memory: int) -> set[fx.Node]:
+        """The nodes that use a buffer or parameter, or a view of it. For one that runs once for a
+        mini-batch, in the stage of what it is given, these are the nodes that give it that."""
+        given = self.given.get(memory, ())
+        users = {user for node in given for user in node.users if user.op != "output"}
+        for once in [user for user in users if ONCE in user.meta]:
+            users.remove(once)
+            users.update(once.all_input_nodes)
+        users -= {node for node in users if node.op in ("get_attr", "placeholder")}
+        made = {node for node in given if node.op not in ("get_attr", "placeholder")}
+        return users | made | self.owners.get(memory, set())
 
     def sharing(self, memories: set[int]) -> list[fx.Node]:
         """The nodes whose results share memory with any of these tensors."""
-        return list(dict.fromkeys(node for m in memories for node in self.given[m]))
+        return list(dict.fromkeys(node for m in memories for node in self.given.get(m, ())))
 
     def _users_module(self, n: fx.Node) -> nn.Module | None:
         """The module that a node calls, if that is none of PyTorch's own, which never draw random
@@ -203,27 +228,33 @@ class _Watcher(FakeInterpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = [(tensor, version_of(tensor)) for tensor in tensors_of((args, kwargs))]
-        own = self._buffers(n)
-        versions = [version_of(buffer) for buffer in own]
+        before = [(tensor, writes_counted(tensor)) for tensor in tensors_of((args, kwargs))]
+        own = self._own(n)
+        before += [(tensor, writes_counted(tensor)) for tensor in own.values()]
         self.randomness.has_drawn = False
-        self.statistics.written.clear()
+        self.operators.numbers.clear()
         module = self._users_module(n)
         host = None if module is None else HostRandomState()
         value = super().run_node(n)
         if host is not None and (host.has_changed or draws_on_the_host(module)):
             n.meta[RANDOM] = n.meta[ON_THE_HOST] = True
-        written = {memory_of(tensor) for tensor, version in before if version_of(tensor) != version}
+        written = {
+            memory_of(tensor)
+            for tensor, version in before
+            if self.operators.has(tensor) or writes_counted(tensor) != version
+        }
         if written:
             self.written[n] = written
-        for buffer, version in zip(own, versions, strict=True):
-            self.buffer_users.setdefault(id(buffer), set()).add(n)
-            if version_of(buffer) != version:
-                self.written_buffers.add(id(buffer))
+        for tensor in own.values():
+            self.owners.setdefault(memory_of(tensor), set()).add(n)
         if self.randomness.has_drawn:
             n.meta[RANDOM] = True
-        if again := self._written_again(n, own, versions, value):
+        if again := self._written_again(n, written, value):
             n.meta[AGAIN] = again
+        if n.op == "get_attr":
+            for tensor in tensors_of(value):
+                if memory_of(tensor) not in self.state:  # it is no parameter and no buffer
+                    self._keep(str(n.target), tensor)
         if n.op != "output":
             n.meta[VALUE] = value
             for memory in {memory_of(tensor) for tensor in tensors_of(value)}:
@@ -283,21 +314,14 @@ def _live(
 
 
 def _inseparable(
-    writer: fx.Node,
-    before: list[fx.Node],
-    sharing: list[fx.Node],
-    position: dict[fx.Node, int],
+    writer: fx.Node, sharing: list[fx.Node], position: dict[fx.Node, int]
 ) -> set[fx.Node]:
-    """The nodes that have to be in the same stage as a node that writes to memory.
+    """The nodes that have to be in the same stage as a node that writes to memory of values, which
+    each micro-batch has its own of.
 
-    ``sharing``: all nodes whose results are on that memory; ``before``: those of them that come
-    before the writer.
+    ``sharing``: all nodes whose results are on that memory.
     """
-    if any(node.op == "get_attr" for node in before):
-        # All micro-batches write to the same buffer or parameter, one after the other: all nodes
-        # that touch it have to stay together.
-        touching = {user for node in sharing for user in node.users if user.op != "output"}
-        return touching | {n for n in sharing if n.op not in ("get_attr", "placeholder")}
+    before = [node for node in sharing if position[node] < position[writer]]
     is_read_later = any(position[user] > position[writer] for node in before for user in node.users)
     if not is_read_later:
         return set()

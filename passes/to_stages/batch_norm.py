@@ -50,6 +50,8 @@ class DeferredBatchNorm:
 
     ``inputs``: what the graph is run on, one for each placeholder. Without them only what the nodes
     themselves show is refused.
+
+    Raises ValueError for those, and where another node reads the running statistics.
     """
 
     name: ClassVar[str] = "batch_norm"
@@ -57,6 +59,7 @@ class DeferredBatchNorm:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _take_all_apart(gm)
+        _refuse_reads(gm)
         if self.inputs is not None:
             with torch.no_grad():
                 _Refusing(gm).run_on(self.inputs)
@@ -284,6 +287,22 @@ _ADDS = {
 }
 _SETS = {"copy_", torch.ops.aten.copy_.default}
 _DETACHES = {"detach", torch.ops.aten.detach.default}
+
+
+def _refuse_reads(gm: fx.GraphModule) -> None:
+    """Raise ValueError if a node reads running statistics whose update is deferred: in the model it
+    may read them after the update, which comes behind all micro-batches now."""
+    updates = gm.graph.find_nodes(op="call_function", target=ops.update_statistics)
+    deferred = {id(attribute(gm, str(node.target))) for u in updates for node in u.args[:2]}
+    for node in gm.graph.find_nodes(op="get_attr") if updates else ():
+        readers = (user for user in node.users if user.target is not ops.update_statistics)
+        reader = next(readers, None)
+        if reader is not None and id(attribute(gm, str(node.target))) in deferred:
+            raise ValueError(
+                f"{reader.name!r} reads {node.target}, which deferred_batch_norm=True updates only "
+                "behind all micro-batches: it would read what an earlier mini-batch has left; "
+                "leave deferred_batch_norm out, or read the statistics outside of the forward"
+            )
 
 
 def _take_apart(

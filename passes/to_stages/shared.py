@@ -27,7 +27,16 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir.autograd import leaf_of
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, NO_BACKWARD, SHARED, VALUE, WORKSPACE, attribute, stage_nodes
+from fxpipe.ir.graph import (
+    COST,
+    NO_BACKWARD,
+    SHARED,
+    VALUE,
+    WORKSPACE,
+    WRITES_STATE,
+    attribute,
+    stage_nodes,
+)
 from fxpipe.ir.workspace import NodeWorkspace
 from passes.common.deferrable import is_deferrable
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
@@ -40,7 +49,9 @@ class Shared:
 
     A use is a node that needs the parameter, or an edge of the autograd graph that leads to it. So
     a module that is called twice has parameters with several uses, and so have two modules that
-    share a weight, and a recurrent module that uses its weights at each step.
+    share a weight, and a recurrent module that uses its weights at each step. A parameter that the
+    forward writes to stays as it is: all its uses are in one stage (pass "alias"), and autograd
+    lets nobody write in place to what ``share`` gives.
 
     ``training``: whether there is a backward; if not, the value gets no gradient.
     """
@@ -52,7 +63,12 @@ class Shared:
         # Of several paths of one parameter the first one counts.
         paths = {id(p): path for path, p in reversed(_parameters(gm))}
         interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
-        several = _by_nodes(gm) | _by_edges(interpreter)
+        written = {
+            id(attribute(gm, path))
+            for node in gm.graph.nodes
+            for path in node.meta.get(WRITES_STATE, ())
+        }
+        several = (_by_nodes(gm) | _by_edges(interpreter)) - written
         shared: dict[int, fx.Node] = {}
 
         def share(parameter: nn.Parameter, user: fx.Node) -> fx.Node:

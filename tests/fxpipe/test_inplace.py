@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
@@ -304,3 +305,134 @@ def test_a_write_through_a_slice_leaves_its_views_without_history():
         part.sum().backward()
     assert torch.allclose(output, torch.cat(parts))
     assert torch.allclose(gradient, model.first.weight.grad)
+
+
+class Refined(nn.Module):
+    """A block that is applied three times, and so lies in several stages where it can be cut."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 8), block, nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.last(x)
+
+
+class Watched(nn.Module):
+    """Follows the mean of what it is given, in one way."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(8, 8), write
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.write(self, x.detach())
+        return x.tanh()
+
+
+WRITES = {
+    "data": lambda s, x: s.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1),
+    "list": lambda s, x: torch._foreach_lerp_([s.mean], [x.mean(0)], 0.1),
+    "batch norm": lambda s, x: F.batch_norm(x, s.mean, s.variance, training=True),
+    "instance norm": lambda s, x: F.instance_norm(torch.stack([x, x * 2], -1), s.mean, s.variance),
+    "update": lambda s, x: torch.batch_norm_update_stats(x, s.mean, s.variance, 0.1),
+}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("way", ["module", *WRITES])
+def test_a_buffer_that_is_written_to_several_times_is_that_of_the_loop(way, tracer):
+    torch.manual_seed(0)
+    is_module = way == "module"
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    model, x = Refined(norm if is_module else Watched(WRITES[way])), torch.randn(16, 4)
+    twin = copy.deepcopy(model)
+    expected = loop(twin, (x,), 4)
+    before = copy.deepcopy(model.state_dict())
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, tracer=tracer, check=False) as pipe:
+        for _ in range(4):
+            model.load_state_dict(before)
+            assert same(pipe(x).detach(), expected[0])
+            assert same(list(model.buffers()), list(twin.buffers()))
+
+
+class Teacher(nn.Module):
+    """A teacher that follows its student, of which the output is the difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)
+        )
+        self.teacher.requires_grad_(False)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            own, given = list(self.teacher.parameters()), list(self.student.parameters())
+            torch._foreach_lerp_(own, given, 0.3)
+        return self.last(self.student(x) - self.teacher(x))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+def test_parameters_that_are_written_to_as_a_list_are_those_of_the_loop(schedule):
+    torch.manual_seed(0)
+    model, x = Teacher(), torch.randn(16, 4)
+    twin = copy.deepcopy(model)
+    expected = loop(twin, (x,), 4)
+    before = copy.deepcopy(model.state_dict())
+    options = {"chunks": 4, "schedule": schedule, "check": False}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        for _ in range(4):
+            model.load_state_dict(before)
+            assert same(pipe(x).detach(), expected[0])
+            assert same(list(model.parameters()), list(twin.parameters()))
+
+
+def test_a_list_of_activations_may_be_written_to():
+    class Listed(Chain):
+        def forward(self, x):
+            kept = self.a(x).clone()
+            view = kept.view(-1, 3, 1)
+            x = self.b(x).tanh()
+            torch._foreach_mul_([kept], 2.0)
+            return self.c(x + kept) + view.sum(2)
+
+    model, x = Listed(3), torch.randn(8, 3)
+    expected = loop(copy.deepcopy(model), (x,), 4)
+    for lanes in (2, 3):
+        with fxpipe.compile(model, ["cpu"] * lanes, chunks=4) as pipe:
+            model.zero_grad()
+            output = pipe(x)
+            loss_of(output).backward()
+            assert same(output.detach(), expected[0])
+            assert same(gradients(model), expected[1])
+
+
+def test_an_embedding_that_bounds_its_rows_may_be_called_several_times():
+    class Bounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 8, max_norm=0.5)
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.a(self.embed(x[:, 0])) + self.embed(x[:, 1])
+            return self.b(h.relu()) + self.embed(x[:, 2])
+
+    torch.manual_seed(0)
+    model, x = Bounded(), torch.randint(10, (8, 3))
+    twin = copy.deepcopy(model)
+    output, wanted = loop(twin, (x,), 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4) as pipe:
+        found = pipe(x)
+        loss_of(found).backward()
+    assert same(found.detach(), output)
+    torch.testing.assert_close(gradients(model), wanted)
+    assert same(model.embed.weight.detach(), twin.embed.weight.detach())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,3 +87,59 @@ def test_the_backward_of_a_norm_is_that_with_fixed_statistics():
         )
     for found in (native, cudnn, miopen):
         torch.testing.assert_close(found[0], expected)
+
+
+class Reading(nn.Module):
+    """Has a norm, and something else that is made of its statistics."""
+
+    def __init__(self, read, functional=False):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.BatchNorm1d(8)
+        self.read, self.functional = read, functional
+
+    def forward(self, x):
+        x, norm = self.first(x), self.norm
+        if self.functional:
+            mean, variance = norm.running_mean, norm.running_var
+            x = F.batch_norm(x, mean, variance, norm.weight, norm.bias, training=self.training)
+        else:
+            x = norm(x)
+        return self.last(self.read(x, norm))
+
+
+READS = {
+    "value": lambda x, norm: x.tanh() - norm.running_mean,
+    "part": lambda x, norm: x * norm.running_var[:1].detach(),
+    "no statistics": lambda x, norm: x * norm.weight,
+    "nothing": lambda x, norm: x.tanh(),
+}
+
+
+def warnings_of(model, **options):
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=4, **options) as pipe,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        pipe(torch.randn(8, 4))
+    return [str(w.message) for w in caught if issubclass(w.category, fxpipe.BatchWarning)]
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_running_statistics_that_the_forward_reads_are_warned_of(read, functional):
+    told = warnings_of(Reading(READS[read], functional))
+    if read in ("value", "part"):
+        (warning,) = told
+        name = "norm.running_mean" if read == "value" else "norm.running_var"
+        assert f"the forward reads {name}, which a batch norm in train mode updates" in warning
+    else:
+        assert not told
+    assert not warnings_of(Reading(READS[read], functional).eval())
+
+
+def test_statistics_that_only_the_norm_reads_are_none_of_the_forwards():
+    for functional in (False, True):
+        model = Reading(READS["nothing"], functional)
+        with torch.inference_mode():
+            assert not warnings_of(model, training=False)

@@ -1,9 +1,19 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.ir.graph import AGAIN, ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.graph import (
+    AGAIN,
+    ALIAS,
+    NO_BACKWARD,
+    RANDOM,
+    SAME_AS,
+    VALUE,
+    WRITES,
+    WRITES_STATE,
+)
 from fxpipe.ir.printing import format_graph
 from fxpipe.runtime.checkpointing.options import CheckpointOptions
 from fxpipe.runtime.checkpointing.regions import Region, Settings
@@ -260,3 +270,77 @@ def test_buffers_that_a_checkpoint_of_the_model_writes_to_again_are_noted():
     gm = Alias((torch.ones(2, 4),))(fx.GraphModule(model, tracer.trace(model)))
     noted = {n.name: n.meta[AGAIN] for n in gm.graph.nodes if AGAIN in n.meta}
     assert noted == {"part": ("1.running_mean", "1.running_var", "1.num_batches_tracked")}
+
+
+class State(nn.Module):
+    """Writes to its buffers in one way, and reads one of them in the end."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("variance", torch.ones(3))
+
+    def forward(self, x):
+        self.write(self, x.detach())
+        return torch.relu(x.cos()) - self.mean
+
+
+def traced_with_state(model):
+    class Tracer(fx.Tracer):
+        proxy_buffer_attributes = True
+
+    return Alias((torch.ones(2, 3),))(fx.GraphModule(model, Tracer().trace(model)))
+
+
+WAYS = {
+    "in place": lambda s, x: s.mean.mul_(x.mean(0)),
+    "data": lambda s, x: s.mean.data.mul_(x.mean(0)),
+    "item": lambda s, x: s.mean.__setitem__(0, 1.0),
+    "list": lambda s, x: torch._foreach_mul_([s.variance, s.mean], 0.5),
+    "batch norm": lambda s, x: F.batch_norm(x, s.mean, s.variance, training=True),
+    "instance norm": lambda s, x: F.instance_norm(torch.stack([x, x], -1), s.mean, s.variance),
+    "update of statistics": lambda s, x: torch.batch_norm_update_stats(x, s.mean, s.variance, 0.1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_reads_a_buffer_stays_with_who_writes_to_it_in_whatever_way(way):
+    gm = traced_with_state(State(WAYS[way]))
+    (writer,) = (node for node in gm.graph.nodes if "mean" in node.meta.get(WRITES_STATE, ()))
+    reader = next(node for node in gm.graph.nodes if node.name == "sub")
+    assert writer.meta[ALIAS] == reader.meta[ALIAS]
+    assert next(n for n in gm.graph.nodes if n.name == "relu").meta.get(ALIAS) is None
+    assert torch.equal(gm.mean, torch.zeros(3)), "nothing real is written to"
+
+
+def test_who_reads_a_buffer_of_a_module_stays_with_the_module_if_that_writes_to_it():
+    class Model(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x):
+            return torch.relu(self.norm(x)) - self.norm.running_mean
+
+    gm = traced_with_state(Model(nn.BatchNorm1d(3)))
+    assert [n.name for n in gm.graph.nodes if ALIAS in n.meta] == ["norm", "sub"]
+    gm = traced_with_state(Model(nn.BatchNorm1d(3).eval()))
+    assert not any(ALIAS in n.meta for n in gm.graph.nodes), "one that only reads goes anywhere"
+
+
+def test_parameters_that_a_module_writes_to_are_noted():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(4, 3, max_norm=0.1)
+
+        def forward(self, x):
+            return self.embed(x) + self.embed(x + 1)
+
+    gm = Alias((torch.zeros(2, dtype=torch.long),))(fx.symbolic_trace(Model()))
+    noted = {
+        n.name: (n.meta[WRITES_STATE], n.meta[ALIAS]) for n in gm.graph.nodes if ALIAS in n.meta
+    }
+    assert noted == {"embed": (("embed.weight",), 0), "embed_1": (("embed.weight",), 0)}

@@ -351,3 +351,60 @@ def test_statistics_that_are_no_buffers_are_nothing_to_defer():
     wanted, _ = loop(model, (x,), 2)
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2, deferred_batch_norm=True) as pipe:
         assert same(pipe(x).detach(), wanted)
+
+
+class Refined(nn.Module):
+    """A block that is applied three times, with one batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+        self.first, self.block, self.last = nn.Linear(4, 4), block, nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_one_that_is_called_several_times_is_updated_in_the_order_of_its_calls(tracer, checkpoint):
+    torch.manual_seed(0)
+    model, x = Refined(), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    options = {"tracer": tracer, "checkpoint": checkpoint, "deferred_batch_norm": True}
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=1, **options) as pipe:
+        for _ in range(2):
+            pipe(x), reference(x)
+            close(model, reference)
+    found = []
+    for lanes in (1, 2):
+        copied = copy.deepcopy(reference)
+        with fxpipe.compile(copied, ["cpu"] * lanes, chunks=4, **options) as pipe:
+            for _ in range(2):
+                loss_of(pipe(x)).backward()
+        found.append([buffer.clone() for buffer in copied.buffers()])
+        assert copied.block[1].num_batches_tracked == 12
+    assert same(*found)
+
+
+class Read(nn.Module):
+    """Reads the running mean of its batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))) - self.norm.running_mean
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_statistics_that_the_forward_reads_are_not_deferred(tracer):
+    pipe = fxpipe.compile(
+        Read(), ["cpu"] * 2, chunks=4, tracer=tracer, deferred_batch_norm=True, check=False
+    )
+    with pytest.raises(ValueError, match=r"'sub.* reads .*norm.running_mean.*deferred_batch_norm"):
+        pipe(torch.randn(8, 4))
