@@ -31,6 +31,7 @@ from fxpipe.meaning.combined import (
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
@@ -176,6 +177,7 @@ class _LossOfTarget:
         self.device = some[0].device if some else None
         # A term of parameters that are zero so far, such as logarithms of variances, does not show.
         self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
+        self._left_as_it_was = left_as_it_was(loss)
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -234,10 +236,9 @@ class _LossOfTarget:
     def _given(
         self, output: Any, target: Any, precision: AbstractContextManager[Any] | None = None
     ) -> Any:
-        # The loss may draw random numbers, and a module may count its calls, say.
-        own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
+        # The loss may draw random numbers, and count its calls, say.
         recording = torch.set_grad_enabled(self.with_gradients)
-        quietly = untouched(self.model), own, stirred(self._values), recording
+        quietly = untouched(self.model), stirred(self._values), self._left_as_it_was(), recording
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
@@ -443,7 +444,7 @@ class _LossOfTarget:
 
         def run(tensors: list[Tensor]) -> Any:
             output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
-            with self.ambient.applied(), untouched(self.model):
+            with self.ambient.applied(), untouched(self.model), self._left_as_it_was():
                 return self.loss(output, self.filled(tensors))
 
         return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))

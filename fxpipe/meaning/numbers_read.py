@@ -71,12 +71,7 @@ class NumbersRead:
         return [read() for read in self._reads]
 
     def _collect(self) -> None:
-        names: set[str] = set()
-        while True:
-            known = len(names)
-            walk = _WalkToNumbers(self._roots, names)
-            if len(names) == known:
-                break
+        walk = Walk.of(self._roots)
         self._links, self._reads = walk.links, walk.reads
 
 
@@ -137,25 +132,43 @@ def _size(value: float | None) -> tuple[int, int] | None:
     return (1 if value > 0 else -1, math.frexp(value)[1])
 
 
-class _WalkToNumbers:
+class Walk:
     """A walk from functions and modules to all that they read, nearest first.
 
-    ``names``: those of the attributes and globals that are read, to which the walk adds the ones of
-    the code that it meets.
+    Args:
+        names: those of the attributes and globals that are read, to which the walk adds the ones
+            of the code that it meets.
+        most: how many objects are followed, and how many numbers are looked at.
     """
 
-    def __init__(self, roots: Sequence[Any], names: set[str]) -> None:
+    def __init__(
+        self, roots: Sequence[Any], names: set[str], most: tuple[int, int] = (_LINKS, MOST)
+    ) -> None:
         self.names = names
         self.links: list[_Child] = []
         self.reads: list[Getter] = []
+        self.met: list[Any] = [*roots]
+        """Whatever is read, each object as often as it has been met."""
         self._seen: set[int] = set()
         self._left = deque(roots)
-        while self._left and len(self.links) < _LINKS and len(self.reads) < MOST:
+        while self._left and len(self.links) < most[0] and len(self.reads) < most[1]:
             for value, get in self._children(self._left.popleft()):
                 self._meet(value, get)
 
+    @staticmethod
+    def of(roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST)) -> Walk:
+        """A walk that knows all the names in the code that it meets: code that is met late may name
+        what an object that is met early has."""
+        names: set[str] = set()
+        while True:
+            known = len(names)
+            walk = Walk(roots, names, most)
+            if len(names) == known:
+                return walk
+
     def _meet(self, value: Any, get: Getter) -> None:
         """Take note of a value: it is a number, or may lead to some."""
+        self.met.append(value)
         if is_number(value) or value is None or _is_text(value):
             self.reads.append(lambda: _number(get()))
             return
@@ -223,16 +236,19 @@ class _WalkToNumbers:
     def _of_class(self, value: Any, kind: type) -> Iterator[_Child]:
         """What an object has by one of its classes."""
         for name, member in [*vars(kind).items()]:
-            if is_number(member) and name in self.names and name not in _attributes(value):
+            if is_number(member) and name in self.names and name not in attributes_of(value):
                 yield member, functools.partial(getattr, value, name, None)
             elif name in ("__call__", "forward") or name in self.names:
                 yield member, functools.partial(vars(kind).get, name)
 
     def _attributes(self, value: Any) -> Iterator[_Child]:
         """The attributes of an object, a class or a Python module that are read."""
-        found = _attributes(value)
+        found = attributes_of(value)
         for name in [name for name in found if name in self.names and name != "training"]:
             yield found[name], functools.partial(found.get, name)
+        for name in slots_of(value):
+            if name in self.names and hasattr(value, name):
+                yield getattr(value, name), functools.partial(getattr, value, name, None)
 
     def _read_names(self, code: types.CodeType) -> None:
         self.names |= self._names_in(code)
@@ -388,10 +404,21 @@ def _at(value: Any, key: Any) -> Any:
         return None
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes that an object has by itself."""
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """The attributes that an object has by itself, but for those in slots."""
     found: Mapping[str, Any] = getattr(value, "__dict__", {})
     return found
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of the attributes for which the classes of an object have slots, as those of
+    ``dataclass(slots=True)`` have."""
+    return [
+        name
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(kind)
+    ]
 
 
 def _may_lead_on(value: Any) -> bool:
@@ -406,7 +433,8 @@ def _may_lead_on(value: Any) -> bool:
         return value.fget is not None
     if isinstance(value, Tensor):
         return False
-    return isinstance(value, functools.partial | Mapping) or hasattr(value, "__dict__")
+    is_known = isinstance(value, functools.partial | types.MethodType | Mapping)
+    return is_known or hasattr(value, "__dict__") or bool(slots_of(value))
 
 
 def _is_a_users(filename: str) -> bool:
