@@ -28,6 +28,7 @@ from fxpipe.meaning.combined import (
     is_of_means,
     may_be_weighted,
 )
+from fxpipe.meaning.compare import difference
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -47,6 +48,7 @@ from fxpipe.meaning.weights import (
 from fxpipe.meaning.widened import Widened, without_autocast
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
+from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 
 LOSS = "output"
@@ -177,7 +179,7 @@ class _LossOfTarget:
         self.device = some[0].device if some else None
         # A term of parameters that are zero so far, such as logarithms of variances, does not show.
         self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
-        self._left_as_it_was = left_as_it_was(loss)
+        self._left_as_it_was, self._call = left_as_it_was(loss), loss
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -243,8 +245,8 @@ class _LossOfTarget:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
             if not self.with_gradients:
-                return self.loss(output, target)
-            found = self.loss(map_tensors(_with_gradient, output), target)
+                return self._call(output, target)
+            found = self._call(map_tensors(_with_gradient, output), target)
             return map_tensors(Tensor.detach, found)
 
     def _precision(self) -> AbstractContextManager[None]:
@@ -370,7 +372,41 @@ class _LossOfTarget:
                 asked.warn(self.note)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
+        is_first = bool(asked.check) and self.is_clear and not asked.is_again
+        if is_first and not verdict.problems and self._is_another_after_calls(verdict):
+            self.note = messages.another_after_calls()
+            asked.warn(self.note)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _is_another_after_calls(self, verdict: Verdict) -> bool:
+        """Whether the loss of a sample is another one if the loss function has been called ahead of
+        it, with the same random numbers: by what it keeps from one call to the next, which is put
+        back after each call of the check."""
+        if verdict.trial is None:
+            return False
+        tensors, loss = verdict.trial.tensors, self.loss
+
+        def given() -> Any:
+            return self.run(part(tensors, [None] * len(tensors), 0, 0))[0]
+
+        def after_another(output: Any, target: Any) -> Any:
+            states = RandomState([self.device] if self.device else []), HostRandomState()
+            loss(*map_tensors(Tensor.clone, (output, target)))
+            for state in states:
+                state.put_back()
+            return loss(output, target)
+
+        try:
+            once = given()
+            self._call = after_another
+            again = given()
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return False
+        finally:
+            self._call = loss
+        return isinstance(once, Tensor) and bool(difference(once, again))
 
     def _to_be_cut_otherwise(self, verdict: Verdict) -> str:
         """The message for a target that does not make the whole batch's loss as it is cut into

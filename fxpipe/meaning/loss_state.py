@@ -59,19 +59,24 @@ _Kept = Callable[[], Iterable[_PutBack]]
 """Records what can be changed about a value, as it is now: what puts it back."""
 
 
-def left_as_it_was(function: Any) -> Callable[[], AbstractContextManager[None]]:
+def left_as_it_was(
+    function: Any, *, has_values: bool = True
+) -> Callable[[], AbstractContextManager[None]]:
     """What makes contexts in which a function, such as a loss, may be called: all that it reaches
     is at the end of each as it was at its beginning.
 
     The function is looked into once, now. None: there is none.
+
+    Args:
+        has_values: whether it is called with values. Without any, it can write to no tensor.
     """
-    return nullcontext if function is None else _Reached(function).left_as_it_was
+    return nullcontext if function is None else _Reached(function, has_values).left_as_it_was
 
 
 class _Reached:
     """What a function reaches that it may change."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, has_values: bool) -> None:
         met = {id(value): value for value in Walk.of([function], _MOST).met}
         modules = [m for value in met.values() for m in _modules(value)]
         inner = {id(part) for m in modules for part in m.modules() if part is not m}
@@ -79,7 +84,9 @@ class _Reached:
         own = {id(part) for m in self._modules for part in m.modules()}
         parameters = [p for m in self._modules for p in m.parameters()]
         tensors = [*parameters, *(v for v in met.values() if isinstance(v, Tensor))]
-        self._tensors = [t for t in tensors if not t.is_meta and t.layout == torch.strided]
+        self._tensors = [
+            t for t in tensors if has_values and not t.is_meta and t.layout == torch.strided
+        ]
         self._kept = [kept for v in met.values() if id(v) not in own and (kept := _kept(v))]
 
     @contextmanager

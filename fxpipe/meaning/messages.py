@@ -352,6 +352,18 @@ def another_each_time() -> str:
     )
 
 
+def another_after_calls() -> str:
+    """The warning for a ``loss_fn`` whose value depends on the calls ahead of it."""
+    return (
+        "loss_fn gives another number each time it is called with the same rows, since it counts "
+        "its calls, or keeps a mean of outputs, say, and computes with that. Each micro-batch is a "
+        "call, so that the loss of a mini-batch is not that of one call with all of its rows. "
+        "Accumulating gradients over micro-batches by hand does the same. Change that state "
+        "outside of loss_fn, once for each mini-batch; or give "
+        'loss_weight="rows" if it is as you want it'
+    )
+
+
 def put_together_from_now_on(path: str, was_sum: bool) -> str:
     """The warning for a mean over the rows that has become a sum, or the other way round."""
     before, now = ("sum", "mean") if was_sum else ("mean", "sum")

@@ -176,7 +176,7 @@ class ExpectedLoss:
         known, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # weights of classes
         try:
             with (
-                left_as_it_was(self.function)(),
+                left_as_it_was(self.function, has_values=False)(),
                 mode,
                 torch.enable_grad(),
                 without_saved_tensors_hooks(),
