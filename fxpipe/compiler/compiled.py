@@ -112,6 +112,13 @@ class Mode:
     """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
+    goes_by_size: bool = False
+    """Whether the model takes some numbers of rows only, so that each size of micro-batches is to
+    be checked."""
+    sizes_checked: set[int] = field(default_factory=set)
+    """The sizes of micro-batches that the model has been checked with."""
+    loss_sizes: dict[Any, set[int]] = field(default_factory=dict)
+    """Those that the loss function has been checked with, by the keys of ``losses``."""
     is_outdated: bool = False
     """Whether the check has found with a later mini-batch that outputs are put together in another
     way, so that the model is to be compiled anew."""

@@ -180,6 +180,31 @@ def check_at_size(
         asked.warn(text)
 
 
+def takes_size(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Sequence[InDim],
+    asked: Asked,
+    size: int,
+) -> bool:
+    """Whether the model gives for two micro-batches of a size what it gives for their rows at once:
+    for a model that does not for all sizes.
+
+    Raises:
+        BatchWarning: (a warning) for a number, such as a loss, that is another one.
+    """
+    dims = [dim if isinstance(dim, int) else None for dim in in_dims]
+    inputs = named_inputs(model, args, kwargs, asked.in_dims)
+    asking = Asking(model, args, kwargs, inputs, asked)
+    verdict = asking.verdict_of(dims, False, ((size, size),))
+    if verdict.trial is None:
+        return False
+    if verdict.problems and not verdict.is_wrong:
+        asked.warn(messages.at_a_size(verdict.problems[0], size))
+    return not verdict.is_wrong
+
+
 def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) -> Meaning | None:
     """The meaning of a call whose lists have one element for each row.
 

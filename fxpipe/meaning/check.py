@@ -92,6 +92,9 @@ class Verdict:
     """The outputs that are the same for the parts of samples as for the whole."""
     refused_sizes: frozenset[int] = frozenset()
     """Sizes of parts that are too small: the model gives something else for them."""
+    goes_by_size: bool = False
+    """Whether the parts of the first sizes do not make the whole, and those of others do: then it
+    may be so for other numbers of rows, too."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
     uniform: float = UNIFORM[0]
@@ -149,6 +152,7 @@ def check(
         larger = _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
         if larger.is_exact and verdict.trial is not None and verdict.is_wrong:
             larger.refused_sizes = frozenset({min(few)})
+        larger.goes_by_size = larger.is_exact
         verdict = larger
     if verdict.is_exact and (verdict.mixed is not None or verdict.slight):
         _confirm(verdict, question, ignored)

@@ -4,7 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +97,22 @@ def loss_dim(
         taken.is_decided,
         taken.note,
     )
+
+
+def loss_takes_sizes(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    in_dims: Sequence[InDim],
+    loss: Callable[[Any, Any], Any],
+    target: Targets,
+    asked: Asked,
+    out_dims: Mapping[str, int],
+    dim: Dim,
+) -> bool:
+    """Whether the losses of micro-batches, put together as it has been found out, make the loss of
+    the mini-batch for micro-batches of the sizes that this one has. It takes less time than
+    :func:`loss_dim`: the model runs on two rows."""
+    return _LossOfTarget(model, inputs, in_dims, loss, target, asked, out_dims).takes_sizes(dim)
 
 
 @dataclass(frozen=True)
@@ -266,9 +282,16 @@ class _LossOfTarget:
                 return verdict
         return self._checked(self.run)
 
-    def _of_all_rows(self) -> list[Trial]:
+    def takes_sizes(self, dim: Dim) -> bool:
+        """Whether the losses of micro-batches, put together in this way, make that of as many rows
+        as the mini-batch has."""
+        with self._precision():
+            return not any(confirmed(trial, LOSS, dim) for trial in self._of_all_rows(()))
+
+    def _of_all_rows(self, known_sizes: Iterable[int]) -> list[Trial]:
         """A sample of as many rows as the mini-batch has, cut as a step cuts it: a loss may go by
-        their number, as one does that takes at least so many of the largest errors.
+        their number, as one does that takes at least so many of the largest errors, or rows in
+        pairs. There is none for few rows in micro-batches of sizes that are known to be right.
 
         Its outputs are those of the two rows that are known, again and again, with other factors,
         so that the model need not run on all rows. There is none where that cannot be made, or
@@ -278,7 +301,9 @@ class _LossOfTarget:
             return []
         cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
         rows, known = min(cut), min(2, *cut)
-        if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
+        if len(sizes := self.asked.sizes(rows)) < 2:
+            return []
+        if rows <= max(map(sum, SIZES)) and {*sizes} <= {*known_sizes}:
             return []
         try:
             few = self.output_of(
@@ -334,7 +359,7 @@ class _LossOfTarget:
         asked = self.asked
         self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if self.is_clear and asked.check and not verdict.problems:
-            for trial in self._of_all_rows():
+            for trial in self._of_all_rows({n for each in verdict.trials for n in each.sizes}):
                 problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
                 weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]

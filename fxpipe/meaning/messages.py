@@ -244,6 +244,16 @@ def by_size(problem: Problem, sizes: Sequence[int]) -> str:
     )
 
 
+def at_a_size(problem: Problem, size: int) -> str:
+    """The warning for a number, such as a loss, that is no mean for micro-batches of a size."""
+    return (
+        f"{problem.text}. For some other numbers of rows it is, but a mini-batch has come that is "
+        f"cut into micro-batches of {size} rows, for which it is not: give mini-batches whose "
+        "micro-batches have as many rows as the loss takes together (an even number, for pairs); "
+        "DataLoader(drop_last=True) leaves out a last one that is smaller"
+    )
+
+
 def by_values(verdict: Verdict, read: DifferingValue) -> str:
     """The message for a model that reads a value of its inputs as a number, which is another one
     for a part of the batch than for all of it."""
