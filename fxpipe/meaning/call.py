@@ -6,10 +6,10 @@ the call is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,12 +19,16 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
 from fxpipe.meaning.asking import Asking, Trace
 from fxpipe.meaning.candidates import agree, candidates, rows_in
+from fxpipe.meaning.compare import computed_with, dtypes_of
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.listed import Listed, any_row
 from fxpipe.meaning.said import Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim
 from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.twin import model_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LAYOUTS = torch.strided, torch.sparse_coo
 """The layouts of tensors that can be cut into micro-batches. A call with a tensor of another layout
@@ -90,6 +94,20 @@ def remember_dims(
     _note(model, named_inputs(model, args, kwargs, in_dims), found)
 
 
+def _in_the_precision_of_the_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a model, and of the arguments of a call, compare outputs as what has been
+    computed with the precision of the model and of its inputs."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        model, *inputs = args[:3]
+        with computed_with(dtypes_of(model, inputs)):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@_in_the_precision_of_the_model
 def meaning_of(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -143,6 +161,7 @@ def meaning_of(
     return found
 
 
+@_in_the_precision_of_the_model
 def check_at_size(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -180,6 +199,7 @@ def check_at_size(
         asked.warn(text)
 
 
+@_in_the_precision_of_the_model
 def takes_size(
     model: nn.Module,
     args: tuple[Any, ...],

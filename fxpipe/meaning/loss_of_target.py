@@ -28,7 +28,7 @@ from fxpipe.meaning.combined import (
     is_of_means,
     may_be_weighted,
 )
-from fxpipe.meaning.compare import difference
+from fxpipe.meaning.compare import computed_with, difference, dtypes_of
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -84,9 +84,10 @@ def loss_dim(
         _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims) for each in readings
     ]
     place = 0
-    if len(found) > 1:
-        place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
-    dim = found[place].dim()
+    with computed_with(dtypes_of(model, inputs)):
+        if len(found) > 1:
+            place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
+        dim = found[place].dim()
     taken = found[place]
     return FoundLoss(
         place,
@@ -112,7 +113,9 @@ def loss_takes_sizes(
     """Whether the losses of micro-batches, put together as it has been found out, make the loss of
     the mini-batch for micro-batches of the sizes that this one has. It takes less time than
     :func:`loss_dim`: the model runs on two rows."""
-    return _LossOfTarget(model, inputs, in_dims, loss, target, asked, out_dims).takes_sizes(dim)
+    found = _LossOfTarget(model, inputs, in_dims, loss, target, asked, out_dims)
+    with computed_with(dtypes_of(model, inputs)):
+        return found.takes_sizes(dim)
 
 
 @dataclass(frozen=True)
