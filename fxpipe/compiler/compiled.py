@@ -21,7 +21,7 @@ from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.loss_of_target import FoundLoss
-from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
+from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch, TextsGiven
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
@@ -106,6 +106,8 @@ class Mode:
     loss_numbers: dict[Any, NumberWatch] = field(default_factory=dict)
     """Look for numbers that the loss function reads and that have changed since it was checked, by
     the keys of ``losses``; there is none where it is to be checked in any case."""
+    loss_texts: dict[Any, TextsGiven] = field(default_factory=dict)
+    """Those of texts in a target, by the same keys."""
     of_model: Batches = field(default_factory=Batches)
     """Says which mini-batches a model that returns its loss is checked with once more."""
     of_loss: Batches = field(default_factory=Batches)

@@ -47,7 +47,14 @@ from fxpipe.meaning.left_out import (
     whatever_it_does,
 )
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim, loss_takes_sizes
-from fxpipe.meaning.numbers_read import ModelNumbers, NumbersRead, NumberWatch, numbers_in
+from fxpipe.meaning.numbers_read import (
+    ModelNumbers,
+    NumbersRead,
+    NumberWatch,
+    TextsGiven,
+    numbers_in,
+    switches_in,
+)
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
@@ -211,8 +218,9 @@ class LaterChecks(Staging):
             self._of_loss = NumbersRead(self.options.loss_fn)
         target = batch.readings[mode.losses[key].place]
         leaves = zip(target.leaves, target.has_batch, strict=True)
-        given = numbers_in([leaf for leaf, is_cut in leaves if not is_cut])
-        numbers = [*self._of_loss.values(), *given]
+        given = [each for leaf, is_cut in leaves if not is_cut for each in _values_in(leaf)]
+        texts = mode.loss_texts.setdefault(key, TextsGiven()).numbers_in(given)
+        numbers = [*self._of_loss.values(), *numbers_in(given), *texts]
         if mode.numbers is not None:
             numbers += mode.numbers.now
         watch = mode.loss_numbers.get(key)
@@ -357,3 +365,8 @@ class LaterChecks(Staging):
             )
             raise
         batches.is_unsettled = False
+
+
+def _values_in(leaf: Any) -> list[Any]:
+    """The values in a leaf of a target: those of an object that has been opened for its tensors."""
+    return switches_in(leaf.constants()) if isinstance(leaf, Structure) else [leaf]

@@ -23,6 +23,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ checks than that."""
 _COUNT = "num_batches_tracked"
 """The buffer in which a batch norm counts its calls. It computes with that only without momentum,
 for its running statistics."""
+_TEXTS = 8
+"""How many texts that are given in one place are told apart."""
 _LARGER = math.ldexp(1.0, _KINDS)
 _SEQUENCES = list, tuple, deque, set, frozenset
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
@@ -169,7 +172,7 @@ class Walk:
     def _meet(self, value: Any, get: Getter) -> None:
         """Take note of a value: it is a number, or may lead to some."""
         self.met.append(value)
-        if is_number(value) or value is None or _is_text(value):
+        if is_number(value) or value is None or _is_text(value) or isinstance(value, Enum):
             self.reads.append(lambda: _number(get()))
             return
         if isinstance(value, types.FunctionType):
@@ -193,6 +196,9 @@ class Walk:
             yield from _entries(value.keywords)
             yield from _elements(value.args)
         elif isinstance(value, Mapping):
+            # A key that is not there yet may be asked for.
+            self.links.append((_some(value), lambda: _some(value)))
+            self.reads.append(lambda: _number(_keys(value)))
             yield from _entries(value, self.names)
         elif isinstance(value, property):
             yield value.fget, lambda: value.fget
@@ -344,6 +350,32 @@ def numbers_in(values: Sequence[Any]) -> list[float | None]:
     ]
 
 
+class TextsGiven:
+    """The texts, and the members of enumerations, that are given with each mini-batch: a number
+    that stands for each of them. Where there are many different ones in the same place, names of
+    files, say, these are data, and none of them counts any more."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, dict[str, int]] = {}  # by their places
+
+    def numbers_in(self, values: Sequence[Any]) -> list[float | None]:
+        """What stands for the texts among values, in their order."""
+        texts = [str(v) for v in values if isinstance(v, str | Enum) and not is_number(v)]
+        return [self._number(place, text) for place, text in enumerate(texts[:MOST])]
+
+    def _number(self, place: int, text: str) -> float | None:
+        met = self._met.setdefault(place, {})
+        if len(met) <= _TEXTS:
+            met.setdefault(text, len(met))
+        return math.ldexp(1.0, met[text]) if len(met) <= _TEXTS else None
+
+
+def switches_in(values: Sequence[Any]) -> list[Any]:
+    """What may say what to compute among the values within an object that is given: real numbers,
+    flags and texts. Integers are places and sizes as a rule, others in each mini-batch."""
+    return [value for value in values if isinstance(value, float | bool | str | Enum)]
+
+
 def _is_fraction(value: Any) -> bool:
     """Whether a value is a tensor of one number that is no integer. One that is, such as the time
     of a diffusion step, is another one in each call."""
@@ -359,6 +391,8 @@ def _number(value: Any) -> float | None:
         code = value.__code__
         read = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
         value = f"{code.co_code!r} {code.co_names} {read}"
+    if isinstance(value, Enum) and not is_number(value):
+        value = str(value)
     if isinstance(value, str):
         return math.ldexp(1.0, zlib.crc32(value.encode()) % _KINDS)
     try:
@@ -377,6 +411,18 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+def _some(value: Mapping[Any, Any]) -> int:
+    """The number of entries, up to what Python has as one object for each number."""
+    return min(len(value), _KINDS)
+
+
+def _keys(value: Mapping[Any, Any]) -> str | None:
+    """The keys of a small mapping, as one text."""
+    if len(value) > _FEW:
+        return None
+    return " ".join([key for key in [*value] if isinstance(key, str)])
 
 
 def _entries(value: Mapping[Any, Any], names: set[str] | None = None) -> Iterator[_Child]:
