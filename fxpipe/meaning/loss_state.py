@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.tensors import memory_of
-from fxpipe.meaning.numbers_read import Walk, attributes_of, slots_of
+from fxpipe.meaning.numbers_read import WalkToNumbers, attributes_of, slots_of
 from fxpipe.runtime.state import same_entries
 from fxpipe.runtime.writes import Writes
 from fxpipe.trace import untouched
@@ -77,7 +77,7 @@ class _Reached:
     """What a function reaches that it may change."""
 
     def __init__(self, function: Any, has_values: bool) -> None:
-        met = {id(value): value for value in Walk.of([function], _MOST).met}
+        met = {id(value): value for value in WalkToNumbers.of([function], _MOST).met}
         modules = [m for value in met.values() for m in _modules(value)]
         inner = {id(part) for m in modules for part in m.modules() if part is not m}
         self._modules = [m for m in dict.fromkeys(modules) if id(m) not in inner]

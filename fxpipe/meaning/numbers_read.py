@@ -74,7 +74,7 @@ class NumbersRead:
         return [read() for read in self._reads]
 
     def _collect(self) -> None:
-        walk = Walk.of(self._roots)
+        walk = WalkToNumbers.of(self._roots)
         self._links, self._reads = walk.links, walk.reads
 
 
@@ -135,7 +135,7 @@ def _size(value: float | None) -> tuple[int, int] | None:
     return (1 if value > 0 else -1, math.frexp(value)[1])
 
 
-class Walk:
+class WalkToNumbers:
     """A walk from functions and modules to all that they read, nearest first.
 
     Args:
@@ -159,13 +159,13 @@ class Walk:
                 self._meet(value, get)
 
     @staticmethod
-    def of(roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST)) -> Walk:
+    def of(roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST)) -> WalkToNumbers:
         """A walk that knows all the names in the code that it meets: code that is met late may name
         what an object that is met early has."""
         names: set[str] = set()
         while True:
             known = len(names)
-            walk = Walk(roots, names, most)
+            walk = WalkToNumbers(roots, names, most)
             if len(names) == known:
                 return walk
 
