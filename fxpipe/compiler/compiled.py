@@ -21,7 +21,7 @@ from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.loss_of_target import FoundLoss
-from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
+from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch, TextsGiven
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
@@ -106,12 +106,21 @@ class Mode:
     loss_numbers: dict[Any, NumberWatch] = field(default_factory=dict)
     """Look for numbers that the loss function reads and that have changed since it was checked, by
     the keys of ``losses``; there is none where it is to be checked in any case."""
+    loss_texts: dict[Any, TextsGiven] = field(default_factory=dict)
+    """Those of texts in a target, by the same keys."""
     of_model: Batches = field(default_factory=Batches)
     """Says which mini-batches a model that returns its loss is checked with once more."""
     of_loss: Batches = field(default_factory=Batches)
     """Says which mini-batches the loss function is checked with once more."""
     outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
     """How the check has found that outputs are put together, by their paths."""
+    goes_by_size: bool = False
+    """Whether the model takes some numbers of rows only, so that each size of micro-batches is to
+    be checked."""
+    sizes_checked: set[int] = field(default_factory=set)
+    """The sizes of micro-batches that the model has been checked with."""
+    loss_sizes: dict[Any, set[int]] = field(default_factory=dict)
+    """Those that the loss function has been checked with, by the keys of ``losses``."""
     is_outdated: bool = False
     """Whether the check has found with a later mini-batch that outputs are put together in another
     way, so that the model is to be compiled anew."""

@@ -87,6 +87,8 @@ class Compiler(LaterChecks):
             if mode.is_outdated:
                 self.cache.drop(mode)
                 mode, values = self._checked(args, kwargs)
+            if self._notice_sizes_of_model(mode, mode.batch_of(values), args, kwargs):
+                self._tell_of_one_microbatch(mode, args, kwargs)
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
@@ -129,8 +131,9 @@ class Compiler(LaterChecks):
                 self._tell_of_hooks()
             self._notice_labels(mode, batch, key, is_checked)
             is_new = self._notice_numbers(mode, batch, key)
+            is_odd = self._notice_sizes_of_loss(mode, batch, key, is_checked)
             is_due = self.options.loss_fn is not None and self._is_due(mode.of_loss)
-            if (is_due or is_new) and not is_checked:
+            if (is_due or is_new or is_odd) and not is_checked:
                 self._tell_of_loss(mode, batch, key)
             return self._step_of(mode, key, batch)
 
@@ -339,6 +342,7 @@ class Compiler(LaterChecks):
             for each in entry.said:
                 each.again()
         mode.outputs_checked = mode.of_model.note(meaning).outputs
+        mode.goes_by_size = meaning.goes_by_size
         return mode, why
 
     def _has_new_sizes(self, call: GuardedCall) -> bool:

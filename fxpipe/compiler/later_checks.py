@@ -3,6 +3,7 @@
 ::
 
     call, step ──┬── labels    that a loss leaves out, in unequal shares for the micro-batches
+                 ├── sizes     of micro-batches that are new
                  ├── numbers   that a model or a loss reads, others than those it was checked with
                  └── count     of the mini-batches of a loss: the 2nd, 8th, 32nd, ...
                         │
@@ -36,7 +37,7 @@ from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.batches import Batches, Finding
-from fxpipe.meaning.call import meaning_of
+from fxpipe.meaning.call import meaning_of, takes_size
 from fxpipe.meaning.left_out import (
     MOST,
     MOST_OF_OTHERS,
@@ -45,8 +46,15 @@ from fxpipe.meaning.left_out import (
     conditions_in,
     whatever_it_does,
 )
-from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
-from fxpipe.meaning.numbers_read import ModelNumbers, NumbersRead, NumberWatch, numbers_in
+from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim, loss_takes_sizes
+from fxpipe.meaning.numbers_read import (
+    ModelNumbers,
+    NumbersRead,
+    NumberWatch,
+    TextsGiven,
+    numbers_in,
+    switches_in,
+)
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
@@ -54,6 +62,10 @@ from fxpipe.runtime.microbatch import SUM, WEIGHTED
 from fxpipe.trace import canonical
 from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
+
+MOST_SIZES = 16
+"""With how many sizes of micro-batches a model or a loss is checked. There are one or two of them
+where the last mini-batch of a data set is smaller than the others."""
 
 
 class LaterChecks(Staging):
@@ -85,7 +97,7 @@ class LaterChecks(Staging):
                 mode.example.dims,
                 function,
                 [Targets(e.leaves, e.has_batch, e.nesting.fill) for e in batch.readings],
-                asked,
+                self._at_sizes(mode, asked),
                 mode.output_dims,
             )
 
@@ -206,8 +218,9 @@ class LaterChecks(Staging):
             self._of_loss = NumbersRead(self.options.loss_fn)
         target = batch.readings[mode.losses[key].place]
         leaves = zip(target.leaves, target.has_batch, strict=True)
-        given = numbers_in([leaf for leaf, is_cut in leaves if not is_cut])
-        numbers = [*self._of_loss.values(), *given]
+        given = [each for leaf, is_cut in leaves if not is_cut for each in _values_in(leaf)]
+        texts = mode.loss_texts.setdefault(key, TextsGiven()).numbers_in(given)
+        numbers = [*self._of_loss.values(), *numbers_in(given), *texts]
         if mode.numbers is not None:
             numbers += mode.numbers.now
         watch = mode.loss_numbers.get(key)
@@ -215,6 +228,70 @@ class LaterChecks(Staging):
             mode.loss_numbers[key] = NumberWatch(numbers)
             return True
         return watch.is_new(numbers)
+
+    def _notice_sizes_of_model(
+        self, mode: Mode, rows: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Check a model that takes some numbers of rows only, in pairs, say, with each new size of
+        micro-batches. A size for which it gives something else is refused from now on: a
+        mini-batch is cut into fewer micro-batches then. Returns whether that is so by now."""
+        before = mode.traced.refused_sizes
+        if not (mode.goes_by_size and self.options.check and rows) or mode.chunks or mode.rows:
+            return False
+        while len(mode.sizes_checked) < MOST_SIZES and not self.is_on_meta():
+            sizes = self.options.sizes(rows, mode.traced.refused_sizes)
+            new = sorted({*sizes} - mode.sizes_checked) if len(sizes) > 1 else []
+            if not new:
+                break
+            mode.sizes_checked |= {*new}
+            with self._on_inputs(args, kwargs) as (model, (some, named)):
+                refused = [
+                    size
+                    for size in new
+                    if not takes_size(model, some, named, mode.in_dims, self._asked, size)
+                ]
+            mode.traced.refused_sizes |= {*refused}
+        return mode.traced.refused_sizes != before
+
+    def _notice_sizes_of_loss(
+        self, mode: Mode, batch: MiniBatch, key: Any, is_checked: bool
+    ) -> bool:
+        """Whether the loss function is to be checked again, since this mini-batch is cut into
+        micro-batches of a size that is new, with which their losses do not make that of the
+        mini-batch.
+
+        ``is_checked``: whether the loss function has just been checked with it.
+        """
+        function, found = self.options.loss_fn, mode.losses[key]
+        is_mean_or_sum = found.dim in (None, SUM) and self.options.loss_weight is None
+        is_cut = key[0] > 1 and not mode.rows
+        if function is None or not self.options.check or not is_mean_or_sum or not is_cut:
+            return False
+        target = batch.readings[found.place]
+        leaves = zip(target.leaves, target.has_batch, strict=True)
+        cut = (len(leaf) for leaf, is_cut in leaves if is_cut and isinstance(leaf, Tensor))
+        rows = next(cut, None) or mode.batch_in(*batch.inputs) or 0
+        sizes = self.options.sizes(rows, mode.traced.refused_sizes)
+        known = mode.loss_sizes.setdefault(key, set())
+        new, is_full = {*sizes} - known, len(known) >= MOST_SIZES
+        known |= new
+        if is_checked or not new or is_full or mode.of_loss.is_over or self.is_on_meta():
+            return False
+        with self._on_inputs(*batch.inputs) as (model, inputs):
+            return not loss_takes_sizes(
+                model,
+                inputs,
+                mode.example.dims,
+                function,
+                Targets(target.leaves, target.has_batch, target.nesting.fill),
+                self._at_sizes(mode, self._asked_again()),
+                mode.output_dims,
+                found.dim,
+            )
+
+    def _at_sizes(self, mode: Mode, asked: Asked) -> Asked:
+        """The options of a check with micro-batches of the sizes that the model takes."""
+        return replace(asked, sizes=lambda n: self.options.sizes(n, mode.traced.refused_sizes))
 
     @property
     def _is_said(self) -> bool:
@@ -288,3 +365,8 @@ class LaterChecks(Staging):
             )
             raise
         batches.is_unsettled = False
+
+
+def _values_in(leaf: Any) -> list[Any]:
+    """The values in a leaf of a target: those of an object that has been opened for its tensors."""
+    return switches_in(leaf.constants()) if isinstance(leaf, Structure) else [leaf]

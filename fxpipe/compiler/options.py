@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -335,14 +335,14 @@ class Options:
         """The number of micro-batches of a mini-batch that has at least so many rows."""
         return microbatches_of(self.schedule, self.chunks, len(self.devices))
 
-    def chunks_for(self, batch: int | None, refused: Collection[int] = ()) -> int:
+    def chunks_for(self, batch: int | None, refused: Set[int] = frozenset()) -> int:
         """The number of micro-batches of a mini-batch of ``batch`` rows: the wanted number, or the
         largest one below it with which no micro-batch is empty or of a size in ``refused``, which
         the model does not take."""
         most = min(self._chunks, 1 if batch is None else batch)
-        return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
+        return next((n for n in range(most, 1, -1) if not refused & _sizes(batch or 0, n)), 1)
 
-    def sizes(self, batch: int, refused: Collection[int] = ()) -> tuple[int, ...]:
+    def sizes(self, batch: int, refused: Set[int] = frozenset()) -> tuple[int, ...]:
         """The number of rows of each micro-batch of a mini-batch of ``batch`` rows, none of which
         is among the ``refused`` ones, as far as that is possible."""
         chunks = self.chunks_for(batch, refused)
@@ -352,6 +352,11 @@ class Options:
         """The numbers of micro-batches, from the wanted one down to 1, that divide ``batch`` rows
         evenly."""
         return [n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0]
+
+
+def _sizes(batch: int, chunks: int) -> set[int]:
+    """The numbers of rows that micro-batches have."""
+    return {batch // chunks, -(-batch // chunks)}
 
 
 def _named(optimizer: str | float | Optimizer | None) -> str:

@@ -55,6 +55,9 @@ class Meaning:
     refused_sizes: frozenset[int] = frozenset()
     """The sizes of micro-batches for which the model gives something else than for the same rows
     among others."""
+    goes_by_size: bool = False
+    """Whether the model gives something else for some numbers of rows than for the same rows among
+    others, or does not take them, so that each size of micro-batches is to be checked."""
     graph: Compared | None = None
     """The model's graph, if the check has been made with it."""
     is_told: bool = False

@@ -273,6 +273,7 @@ class Asking:
             unclear=self._unclear(verdict),
             notes=notes,
             refused_sizes=verdict.refused_sizes,
+            goes_by_size=verdict.goes_by_size,
         )
 
     def _unclear(self, verdict: Verdict) -> dict[str, bool]:

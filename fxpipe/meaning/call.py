@@ -6,10 +6,10 @@ the call is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +20,16 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
 from fxpipe.meaning.asking import Asking, Trace
 from fxpipe.meaning.candidates import agree, candidates, rows_in
+from fxpipe.meaning.compare import computed_with, dtypes_of
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.listed import Listed, any_row
 from fxpipe.meaning.said import Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim
 from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.twin import model_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LAYOUTS = torch.strided, torch.sparse_coo
 """The layouts of tensors that can be cut into micro-batches. A call with a tensor of another layout
@@ -91,6 +95,20 @@ def remember_dims(
     _note(model, named_inputs(model, args, kwargs, in_dims), found)
 
 
+def _in_the_precision_of_the_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a model, and of the arguments of a call, compare outputs as what has been
+    computed with the precision of the model and of its inputs."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        model, *inputs = args[:3]
+        with computed_with(dtypes_of(model, inputs)):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@_in_the_precision_of_the_model
 def meaning_of(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -146,6 +164,7 @@ def meaning_of(
     return found
 
 
+@_in_the_precision_of_the_model
 def check_at_size(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -181,6 +200,32 @@ def check_at_size(
         refuse(asked, text)
     else:
         asked.warn(text)
+
+
+@_in_the_precision_of_the_model
+def takes_size(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Sequence[InDim],
+    asked: Asked,
+    size: int,
+) -> bool:
+    """Whether the model gives for two micro-batches of a size what it gives for their rows at once:
+    for a model that does not for all sizes.
+
+    Raises:
+        BatchWarning: (a warning) for a number, such as a loss, that is another one.
+    """
+    dims = [dim if isinstance(dim, int) else None for dim in in_dims]
+    inputs = named_inputs(model, args, kwargs, asked.in_dims)
+    asking = Asking(model, args, kwargs, inputs, asked)
+    verdict = asking.verdict_of(dims, False, ((size, size),))
+    if verdict.trial is None:
+        return False
+    if verdict.problems and not verdict.is_wrong:
+        asked.warn(messages.at_a_size(verdict.problems[0], size))
+    return not verdict.is_wrong
 
 
 def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) -> Meaning | None:

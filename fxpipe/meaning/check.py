@@ -31,6 +31,7 @@ from fxpipe.meaning.as_said import as_said, is_plain
 from fxpipe.meaning.compare import (
     MEAN,
     Reading,
+    computed_with,
     difference,
     growing,
     joined_difference,
@@ -92,6 +93,9 @@ class Verdict:
     """The outputs that are the same for the parts of samples as for the whole."""
     refused_sizes: frozenset[int] = frozenset()
     """Sizes of parts that are too small: the model gives something else for them."""
+    goes_by_size: bool = False
+    """Whether the parts of the first sizes do not make the whole, and those of others do: then it
+    may be so for other numbers of rows, too."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
     uniform: float = UNIFORM[0]
@@ -149,6 +153,7 @@ def check(
         larger = _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
         if larger.is_exact and verdict.trial is not None and verdict.is_wrong:
             larger.refused_sizes = frozenset({min(few)})
+        larger.goes_by_size = larger.is_exact
         verdict = larger
     if verdict.is_exact and (verdict.mixed is not None or verdict.slight):
         _confirm(verdict, question, ignored)
@@ -316,10 +321,15 @@ def _but_for_rounding(
 
     @functools.cache
     def rounded() -> list[tuple[dict[str, Any], float]]:
-        return [_rounded(question, trial, seed) for seed in range(RUNS)]
+        return [_rounded(question, trial, seed, dtypes) for seed in range(RUNS)]
 
+    dtypes = set[torch.dtype]()
     for path, given in _compared(trial, question.said):
         found = wide.compared(trial, path, given)
+        if isinstance(found, Problem) and _is_double(trial.whole.get(path)) and rounded():
+            # A value that has been computed in float32, within the model only, say.
+            with computed_with(dtypes):
+                found = dict(_compared(trial, question.said))[path]
         apart = found.difference if isinstance(found, Problem) else None
         ways = _by_shape(trial, path) if apart is not None and apart.share else ()
         whole = trial.whole[path] if ways else None
@@ -338,9 +348,17 @@ def _but_for_rounding(
         yield path, with_small_terms(trial, path, found, rounded)
 
 
-def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any], float]:
+def _is_double(value: Any) -> bool:
+    """Whether a value has double precision."""
+    return isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+def _rounded(
+    question: Question, trial: Trial, seed: int, dtypes: set[torch.dtype]
+) -> tuple[dict[str, Any], float]:
     """The outputs for the whole sample, with other last bits, and the largest number that has been
-    rounded; no outputs if the model does not take these bits."""
+    rounded; no outputs if the model does not take these bits. The dtypes of what has been rounded
+    are added to ``dtypes``."""
     whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
     try:
         with Rounded(seed) as mode:
@@ -349,6 +367,7 @@ def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any
         if not is_the_models(error):
             raise
         return {}, 0.0
+    dtypes |= mode.dtypes
     return outputs, mode.largest
 
 

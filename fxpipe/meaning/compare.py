@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir.tensors import largest_of, pieces
+from fxpipe.ir.tensors import largest_of, pieces, tensors_of
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 
 MEAN = None
@@ -46,12 +48,40 @@ def tolerance(tensor: Tensor) -> float:
     return max(16 * eps, 0.3 * float(eps**0.5))
 
 
+_MET: ContextVar[float] = ContextVar("met", default=0.0)
+"""The unit in the last place of the lowest precision that is known to take part."""
+
+
+@contextmanager
+def computed_with(dtypes: Iterable[torch.dtype]) -> Iterator[None]:
+    """A context in which outputs are compared that are computed with values of these dtypes. What
+    a float32 model returns in float64 has the rounding errors of float32.
+
+    Precisions lower than float32 are left out: what is not given in them has been computed in
+    float32 where it matters (:mod:`fxpipe.meaning.widened`).
+    """
+    real = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+    single = float(torch.finfo(torch.float32).eps)
+    units = (min(single, float(torch.finfo(dtype).eps)) for dtype in real)
+    token = _MET.set(max(_MET.get(), *units, 0.0))
+    try:
+        yield
+    finally:
+        _MET.reset(token)
+
+
+def dtypes_of(model: Any, *inputs: Any) -> set[torch.dtype]:
+    """The dtypes of a model's parameters and buffers, and of the tensors in its inputs."""
+    own = (*model.parameters(), *model.buffers())
+    return {tensor.dtype for tensor in (*own, *tensors_of(inputs))}
+
+
 def unit_of(tensor: Tensor) -> float:
     """The unit in the last place of what a tensor has been computed in, relative to its value."""
     dtype = tensor.dtype
     if torch.is_autocast_enabled(tensor.device.type):
         dtype = torch.get_autocast_dtype(tensor.device.type)
-    return float(torch.finfo(dtype).eps)
+    return max(float(torch.finfo(dtype).eps), _MET.get())
 
 
 def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:

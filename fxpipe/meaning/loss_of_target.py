@@ -4,7 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,9 +28,11 @@ from fxpipe.meaning.combined import (
     is_of_means,
     may_be_weighted,
 )
+from fxpipe.meaning.compare import computed_with, difference, dtypes_of
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
 from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
@@ -46,6 +48,7 @@ from fxpipe.meaning.weights import (
 from fxpipe.meaning.widened import Widened, without_autocast
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
+from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 
 LOSS = "output"
@@ -81,9 +84,10 @@ def loss_dim(
         _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims) for each in readings
     ]
     place = 0
-    if len(found) > 1:
-        place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
-    dim = found[place].dim()
+    with computed_with(dtypes_of(model, inputs)):
+        if len(found) > 1:
+            place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
+        dim = found[place].dim()
     taken = found[place]
     return FoundLoss(
         place,
@@ -94,6 +98,24 @@ def loss_dim(
         taken.is_decided,
         taken.note,
     )
+
+
+def loss_takes_sizes(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    in_dims: Sequence[InDim],
+    loss: Callable[[Any, Any], Any],
+    target: Targets,
+    asked: Asked,
+    out_dims: Mapping[str, int],
+    dim: Dim,
+) -> bool:
+    """Whether the losses of micro-batches, put together as it has been found out, make the loss of
+    the mini-batch for micro-batches of the sizes that this one has. It takes less time than
+    :func:`loss_dim`: the model runs on two rows."""
+    found = _LossOfTarget(model, inputs, in_dims, loss, target, asked, out_dims)
+    with computed_with(dtypes_of(model, inputs)):
+        return found.takes_sizes(dim)
 
 
 @dataclass(frozen=True)
@@ -176,6 +198,7 @@ class _LossOfTarget:
         self.device = some[0].device if some else None
         # A term of parameters that are zero so far, such as logarithms of variances, does not show.
         self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
+        self._left_as_it_was, self._call = left_as_it_was(loss), loss
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -234,16 +257,15 @@ class _LossOfTarget:
     def _given(
         self, output: Any, target: Any, precision: AbstractContextManager[Any] | None = None
     ) -> Any:
-        # The loss may draw random numbers, and a module may count its calls, say.
-        own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
+        # The loss may draw random numbers, and count its calls, say.
         recording = torch.set_grad_enabled(self.with_gradients)
-        quietly = untouched(self.model), own, stirred(self._values), recording
+        quietly = untouched(self.model), stirred(self._values), self._left_as_it_was(), recording
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
             if not self.with_gradients:
-                return self.loss(output, target)
-            found = self.loss(map_tensors(_with_gradient, output), target)
+                return self._call(output, target)
+            found = self._call(map_tensors(_with_gradient, output), target)
             return map_tensors(Tensor.detach, found)
 
     def _precision(self) -> AbstractContextManager[None]:
@@ -263,9 +285,16 @@ class _LossOfTarget:
                 return verdict
         return self._checked(self.run)
 
-    def _of_all_rows(self) -> list[Trial]:
+    def takes_sizes(self, dim: Dim) -> bool:
+        """Whether the losses of micro-batches, put together in this way, make that of as many rows
+        as the mini-batch has."""
+        with self._precision():
+            return not any(confirmed(trial, LOSS, dim) for trial in self._of_all_rows(()))
+
+    def _of_all_rows(self, known_sizes: Iterable[int]) -> list[Trial]:
         """A sample of as many rows as the mini-batch has, cut as a step cuts it: a loss may go by
-        their number, as one does that takes at least so many of the largest errors.
+        their number, as one does that takes at least so many of the largest errors, or rows in
+        pairs. There is none for few rows in micro-batches of sizes that are known to be right.
 
         Its outputs are those of the two rows that are known, again and again, with other factors,
         so that the model need not run on all rows. There is none where that cannot be made, or
@@ -275,7 +304,9 @@ class _LossOfTarget:
             return []
         cut = [t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None]
         rows, known = min(cut), min(2, *cut)
-        if rows <= max(map(sum, SIZES)) or len(sizes := self.asked.sizes(rows)) < 2:
+        if len(sizes := self.asked.sizes(rows)) < 2:
+            return []
+        if rows <= max(map(sum, SIZES)) and {*sizes} <= {*known_sizes}:
             return []
         try:
             few = self.output_of(
@@ -331,7 +362,7 @@ class _LossOfTarget:
         asked = self.asked
         self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if self.is_clear and asked.check and not verdict.problems:
-            for trial in self._of_all_rows():
+            for trial in self._of_all_rows({n for each in verdict.trials for n in each.sizes}):
                 problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
                 weighs = callable(asked.loss_weight)  # then it is compared with the weights
                 problems = [] if problem is None or weighs else [problem]
@@ -369,7 +400,41 @@ class _LossOfTarget:
                 asked.warn(self.note)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
+        is_first = bool(asked.check) and self.is_clear and not asked.is_again
+        if is_first and not verdict.problems and self._is_another_after_calls(verdict):
+            self.note = messages.another_after_calls()
+            asked.warn(self.note)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _is_another_after_calls(self, verdict: Verdict) -> bool:
+        """Whether the loss of a sample is another one if the loss function has been called ahead of
+        it, with the same random numbers: by what it keeps from one call to the next, which is put
+        back after each call of the check."""
+        if verdict.trial is None:
+            return False
+        tensors, loss = verdict.trial.tensors, self.loss
+
+        def given() -> Any:
+            return self.run(part(tensors, [None] * len(tensors), 0, 0))[0]
+
+        def after_another(output: Any, target: Any) -> Any:
+            states = RandomState([self.device] if self.device else []), HostRandomState()
+            loss(*map_tensors(Tensor.clone, (output, target)))
+            for state in states:
+                state.put_back()
+            return loss(output, target)
+
+        try:
+            once = given()
+            self._call = after_another
+            again = given()
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return False
+        finally:
+            self._call = loss
+        return isinstance(once, Tensor) and bool(difference(once, again))
 
     def _to_be_cut_otherwise(self, verdict: Verdict) -> str:
         """The message for a target that does not make the whole batch's loss as it is cut into
@@ -443,7 +508,7 @@ class _LossOfTarget:
 
         def run(tensors: list[Tensor]) -> Any:
             output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
-            with self.ambient.applied(), untouched(self.model):
+            with self.ambient.applied(), untouched(self.model), self._left_as_it_was():
                 return self.loss(output, self.filled(tensors))
 
         return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))

@@ -244,6 +244,16 @@ def by_size(problem: Problem, sizes: Sequence[int]) -> str:
     )
 
 
+def at_a_size(problem: Problem, size: int) -> str:
+    """The warning for a number, such as a loss, that is no mean for micro-batches of a size."""
+    return (
+        f"{problem.text}. For some other numbers of rows it is, but a mini-batch has come that is "
+        f"cut into micro-batches of {size} rows, for which it is not: give mini-batches whose "
+        "micro-batches have as many rows as the loss takes together (an even number, for pairs); "
+        "DataLoader(drop_last=True) leaves out a last one that is smaller"
+    )
+
+
 def by_values(verdict: Verdict, read: DifferingValue) -> str:
     """The message for a model that reads a value of its inputs as a number, which is another one
     for a part of the batch than for all of it."""
@@ -349,6 +359,18 @@ def another_each_time() -> str:
         "micro-batches make that of the whole batch; they are averaged over the rows. Give "
         'loss_weight="rows" if the loss is a mean over the rows, "sum" if it is a sum, or a '
         "function of the target that says by how much each micro-batch counts"
+    )
+
+
+def another_after_calls() -> str:
+    """The warning for a ``loss_fn`` whose value depends on the calls ahead of it."""
+    return (
+        "loss_fn gives another number each time it is called with the same rows, since it counts "
+        "its calls, or keeps a mean of outputs, say, and computes with that. Each micro-batch is a "
+        "call, so that the loss of a mini-batch is not that of one call with all of its rows. "
+        "Accumulating gradients over micro-batches by hand does the same. Change that state "
+        "outside of loss_fn, once for each mini-batch; or give "
+        'loss_weight="rows" if it is as you want it'
     )
 
 

@@ -23,6 +23,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ checks than that."""
 _COUNT = "num_batches_tracked"
 """The buffer in which a batch norm counts its calls. It computes with that only without momentum,
 for its running statistics."""
+_TEXTS = 8
+"""How many texts that are given in one place are told apart."""
 _LARGER = math.ldexp(1.0, _KINDS)
 _SEQUENCES = list, tuple, deque, set, frozenset
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
@@ -71,12 +74,7 @@ class NumbersRead:
         return [read() for read in self._reads]
 
     def _collect(self) -> None:
-        names: set[str] = set()
-        while True:
-            known = len(names)
-            walk = _WalkToNumbers(self._roots, names)
-            if len(names) == known:
-                break
+        walk = WalkToNumbers.of(self._roots)
         self._links, self._reads = walk.links, walk.reads
 
 
@@ -137,26 +135,44 @@ def _size(value: float | None) -> tuple[int, int] | None:
     return (1 if value > 0 else -1, math.frexp(value)[1])
 
 
-class _WalkToNumbers:
+class WalkToNumbers:
     """A walk from functions and modules to all that they read, nearest first.
 
-    ``names``: those of the attributes and globals that are read, to which the walk adds the ones of
-    the code that it meets.
+    Args:
+        names: those of the attributes and globals that are read, to which the walk adds the ones
+            of the code that it meets.
+        most: how many objects are followed, and how many numbers are looked at.
     """
 
-    def __init__(self, roots: Sequence[Any], names: set[str]) -> None:
+    def __init__(
+        self, roots: Sequence[Any], names: set[str], most: tuple[int, int] = (_LINKS, MOST)
+    ) -> None:
         self.names = names
         self.links: list[_Child] = []
         self.reads: list[Getter] = []
+        self.met: list[Any] = [*roots]
+        """Whatever is read, each object as often as it has been met."""
         self._seen: set[int] = set()
         self._left = deque(roots)
-        while self._left and len(self.links) < _LINKS and len(self.reads) < MOST:
+        while self._left and len(self.links) < most[0] and len(self.reads) < most[1]:
             for value, get in self._children(self._left.popleft()):
                 self._meet(value, get)
 
+    @staticmethod
+    def of(roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST)) -> WalkToNumbers:
+        """A walk that knows all the names in the code that it meets: code that is met late may name
+        what an object that is met early has."""
+        names: set[str] = set()
+        while True:
+            known = len(names)
+            walk = WalkToNumbers(roots, names, most)
+            if len(names) == known:
+                return walk
+
     def _meet(self, value: Any, get: Getter) -> None:
         """Take note of a value: it is a number, or may lead to some."""
-        if is_number(value) or value is None or _is_text(value):
+        self.met.append(value)
+        if is_number(value) or value is None or _is_text(value) or isinstance(value, Enum):
             self.reads.append(lambda: _number(get()))
             return
         if isinstance(value, types.FunctionType):
@@ -180,6 +196,9 @@ class _WalkToNumbers:
             yield from _entries(value.keywords)
             yield from _elements(value.args)
         elif isinstance(value, Mapping):
+            # A key that is not there yet may be asked for.
+            self.links.append((_some(value), lambda: _some(value)))
+            self.reads.append(lambda: _number(_keys(value)))
             yield from _entries(value, self.names)
         elif isinstance(value, property):
             yield value.fget, lambda: value.fget
@@ -223,16 +242,19 @@ class _WalkToNumbers:
     def _of_class(self, value: Any, kind: type) -> Iterator[_Child]:
         """What an object has by one of its classes."""
         for name, member in [*vars(kind).items()]:
-            if is_number(member) and name in self.names and name not in _attributes(value):
+            if is_number(member) and name in self.names and name not in attributes_of(value):
                 yield member, functools.partial(getattr, value, name, None)
             elif name in ("__call__", "forward") or name in self.names:
                 yield member, functools.partial(vars(kind).get, name)
 
     def _attributes(self, value: Any) -> Iterator[_Child]:
         """The attributes of an object, a class or a Python module that are read."""
-        found = _attributes(value)
+        found = attributes_of(value)
         for name in [name for name in found if name in self.names and name != "training"]:
             yield found[name], functools.partial(found.get, name)
+        for name in slots_of(value):
+            if name in self.names and hasattr(value, name):
+                yield getattr(value, name), functools.partial(getattr, value, name, None)
 
     def _read_names(self, code: types.CodeType) -> None:
         self.names |= self._names_in(code)
@@ -328,6 +350,32 @@ def numbers_in(values: Sequence[Any]) -> list[float | None]:
     ]
 
 
+class TextsGiven:
+    """The texts, and the members of enumerations, that are given with each mini-batch: a number
+    that stands for each of them. Where there are many different ones in the same place, names of
+    files, say, these are data, and none of them counts any more."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, dict[str, int]] = {}  # by their places
+
+    def numbers_in(self, values: Sequence[Any]) -> list[float | None]:
+        """What stands for the texts among values, in their order."""
+        texts = [str(v) for v in values if isinstance(v, str | Enum) and not is_number(v)]
+        return [self._number(place, text) for place, text in enumerate(texts[:MOST])]
+
+    def _number(self, place: int, text: str) -> float | None:
+        met = self._met.setdefault(place, {})
+        if len(met) <= _TEXTS:
+            met.setdefault(text, len(met))
+        return math.ldexp(1.0, met[text]) if len(met) <= _TEXTS else None
+
+
+def switches_in(values: Sequence[Any]) -> list[Any]:
+    """What may say what to compute among the values within an object that is given: real numbers,
+    flags and texts. Integers are places and sizes as a rule, others in each mini-batch."""
+    return [value for value in values if isinstance(value, float | bool | str | Enum)]
+
+
 def _is_fraction(value: Any) -> bool:
     """Whether a value is a tensor of one number that is no integer. One that is, such as the time
     of a diffusion step, is another one in each call."""
@@ -343,6 +391,8 @@ def _number(value: Any) -> float | None:
         code = value.__code__
         read = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
         value = f"{code.co_code!r} {code.co_names} {read}"
+    if isinstance(value, Enum) and not is_number(value):
+        value = str(value)
     if isinstance(value, str):
         return math.ldexp(1.0, zlib.crc32(value.encode()) % _KINDS)
     try:
@@ -361,6 +411,18 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+def _some(value: Mapping[Any, Any]) -> int:
+    """The number of entries, up to what Python has as one object for each number."""
+    return min(len(value), _KINDS)
+
+
+def _keys(value: Mapping[Any, Any]) -> str | None:
+    """The keys of a small mapping, as one text."""
+    if len(value) > _FEW:
+        return None
+    return " ".join([key for key in [*value] if isinstance(key, str)])
 
 
 def _entries(value: Mapping[Any, Any], names: set[str] | None = None) -> Iterator[_Child]:
@@ -388,10 +450,21 @@ def _at(value: Any, key: Any) -> Any:
         return None
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes that an object has by itself."""
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """The attributes that an object has by itself, but for those in slots."""
     found: Mapping[str, Any] = getattr(value, "__dict__", {})
     return found
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of the attributes for which the classes of an object have slots, as those of
+    ``dataclass(slots=True)`` have."""
+    return [
+        name
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(kind)
+    ]
 
 
 def _may_lead_on(value: Any) -> bool:
@@ -406,7 +479,8 @@ def _may_lead_on(value: Any) -> bool:
         return value.fget is not None
     if isinstance(value, Tensor):
         return False
-    return isinstance(value, functools.partial | Mapping) or hasattr(value, "__dict__")
+    is_known = isinstance(value, functools.partial | types.MethodType | Mapping)
+    return is_known or hasattr(value, "__dict__") or bool(slots_of(value))
 
 
 def _is_a_users(filename: str) -> bool:

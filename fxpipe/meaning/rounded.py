@@ -39,13 +39,15 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     grow by one unit in the last place. ``seed`` chooses which half. Whole numbers stay as they are,
     since kernels of all shapes give them exactly.
 
-    ``largest`` is the largest of these numbers, to which rounding errors are relative.
+    ``largest`` is the largest of these numbers, to which rounding errors are relative; ``dtypes``
+    are the dtypes in which they are computed.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self.largest = 0.0
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -59,6 +61,7 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._nudged(t) if isinstance(t, Tensor) else t for t in found)
 
     def _nudged(self, tensor: Tensor) -> Tensor:
+        self.dtypes.add(tensor.dtype)
         if not tensor.is_floating_point():
             return tensor
         self.largest = max(self.largest, largest_of(tensor))

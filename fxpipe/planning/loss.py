@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,9 +37,9 @@ from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
+from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
-from fxpipe.trace import untouched
 from fxpipe.trace.errors import sentence
 from fxpipe.trace.patches import prints
 from passes.common.fakes import fake_mode
@@ -171,14 +170,13 @@ class ExpectedLoss:
         """The loss, as a tensor without a value, and what it saves. Raises what the function raises
         for fake tensors.
 
-        What it changes on a module of its own is put back.
+        What it changes is put back.
         """
         mode = fake_mode(graph) or Somewhere()
         known, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # weights of classes
-        own = self.function
         try:
             with (
-                untouched(own) if isinstance(own, nn.Module) else nullcontext(),
+                left_as_it_was(self.function, has_values=False)(),
                 mode,
                 torch.enable_grad(),
                 without_saved_tensors_hooks(),

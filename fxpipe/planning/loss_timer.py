@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.devices import DeviceSpec
@@ -29,10 +28,10 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.precision import users_precision
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import no_scalar, tensor_bytes, tensors_of
+from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss, output_of
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.runtime.random import RandomState
-from fxpipe.trace import untouched
 from fxpipe.trace.patches import prints
 from passes.cost.measured import intra_op_threads
 from passes.cost.timer import timer_of
@@ -64,11 +63,10 @@ class MeasuredLoss:
         """What is known of the loss of a model graph, with how many times as long as estimated it
         takes. Nothing of that is known of a loss that does not run on this output: its time is the
         estimated one."""
-        own = self.expected.function
         state = RandomState([self.device])
         try:
             with (
-                untouched(own) if isinstance(own, nn.Module) else nullcontext(),
+                left_as_it_was(self.expected.function)(),
                 torch.enable_grad(),
                 without_saved_tensors_hooks(),
                 intra_op_threads(self.threads),

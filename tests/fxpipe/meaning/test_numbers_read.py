@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import math
 import time
@@ -17,7 +19,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.meaning.errors import BatchWarning
-from fxpipe.meaning.numbers_read import NumbersRead, NumberWatch, TensorRead
+from fxpipe.meaning.numbers_read import NumbersRead, NumberWatch, TensorRead, TextsGiven
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -238,6 +240,80 @@ def of_a_function_with_another_number():
     )
 
 
+class InSlots:
+    __slots__ = ("beta",)
+
+    def __init__(self):
+        self.beta = 0.0
+
+    def __call__(self, output, x):
+        return loss_of(output, x, self.beta)
+
+
+@dataclasses.dataclass(slots=True)
+class SlotsOfData:
+    beta: float = 0.0
+
+
+def of_slots():
+    own = types.SimpleNamespace(settings=InSlots())
+    return lambda o, x: loss_of(o, x, own.settings.beta), lambda v: setattr(own.settings, "beta", v)
+
+
+def of_a_callable_with_slots():
+    own = InSlots()
+    return own, lambda value: setattr(own, "beta", value)
+
+
+def of_slots_of_data():
+    own = SlotsOfData()
+    return lambda o, x: loss_of(o, x, own.beta), lambda v: setattr(own, "beta", v)
+
+
+def _with_a_key(settings):
+    return lambda v: settings.update(squares=v) if v else settings.pop("squares", None)
+
+
+def of_a_key_with_a_default():
+    own = {"mse": 1.0}
+    return lambda o, x: loss_of(o, x, own.get("squares", 0.0)), _with_a_key(own)
+
+
+def of_a_key_that_is_there():
+    own = {"mse": 1.0}
+
+    def change(value):
+        if value:
+            own["squares"] = torch.ones(3)
+        else:
+            own.pop("squares", None)
+
+    return lambda o, x: loss_of(o, x, 0.5 if "squares" in own else 0.0), change
+
+
+def of_all_entries():
+    own = {"mse": 1.0}
+
+    def loss_fn(output, x):
+        of = {"mse": loss_of(output, x, 0.0), "squares": output["mu"].square().sum()}
+        return sum(weight * of[name] for name, weight in own.items())
+
+    return loss_fn, _with_a_key(own)
+
+
+class Phase(enum.Enum):
+    FIRST = "first"
+    BOTH = "both"
+
+
+def of_enumeration():
+    own = {"phase": Phase.FIRST}
+    return (
+        lambda o, x: loss_of(o, x, 0.5 if own["phase"] is Phase.BOTH else 0.0),
+        lambda v: own.update(phase=Phase.BOTH if v else Phase.FIRST),
+    )
+
+
 KINDS = [each for name, each in list(globals().items()) if name.startswith("of_")]
 
 
@@ -292,6 +368,37 @@ def test_a_number_in_the_target_is_noticed():
         for beta, count in ((0.0, 0), (0.3, 1), (0.31, 0)):
             target = {"x": X, "beta": beta}
             assert len(told(lambda target=target: pipe.step(X, target=target))) == count
+
+
+@dataclasses.dataclass
+class Wanted:
+    x: torch.Tensor
+    beta: float
+
+
+def test_a_number_in_an_object_that_is_the_target_is_noticed():
+    with pipeline(lambda output, wanted: loss_of(output, wanted.x, wanted.beta)) as pipe:
+        for beta, count in ((0.0, 0), (0.3, 1), (0.31, 0)):
+            assert len(told(lambda beta=beta: pipe.step(X, target=Wanted(X, beta)))) == count
+
+
+@pytest.mark.parametrize("phases", [("first", "both"), (Phase.FIRST, Phase.BOTH)])
+def test_a_text_in_the_target_is_noticed(phases):
+    def loss_fn(output, target):
+        return loss_of(output, target["x"], 0.5 if target["phase"] == phases[1] else 0.0)
+
+    with pipeline(loss_fn) as pipe:
+        for phase, count in ((0, 0), (1, 1), (0, 0), (1, 0)):
+            target = {"x": X, "phase": phases[phase]}
+            assert len(told(lambda target=target: pipe.step(X, target=target))) == count
+
+
+def test_texts_that_are_data_cost_few_checks():
+    texts = TextsGiven()
+    found = [texts.numbers_in([f"{i}.png", "mean"]) for i in range(100)]
+    watch = NumberWatch(found[0])
+    assert sum(watch.is_new(each) for each in found[1:]) <= 8
+    assert {each[1] for each in found} == {1.0}
 
 
 class OwnLoss(Autoencoder):
