@@ -29,7 +29,7 @@ from fxpipe.planning.loss import without_values
 from fxpipe.planning.optimizer import optimizer_states, optimizer_update
 from fxpipe.planning.search import Choice, are_given, leaves_stages_open, number_given
 from fxpipe.runtime.compiled.stage import StageBackend
-from fxpipe.runtime.microbatch import SUM
+from fxpipe.runtime.microbatch import SUM, rows_of_each
 from fxpipe.schedule import (
     AUTO,
     Schedule,
@@ -340,23 +340,19 @@ class Options:
         largest one below it with which no micro-batch is empty or of a size in ``refused``, which
         the model does not take."""
         most = min(self._chunks, 1 if batch is None else batch)
-        return next((n for n in range(most, 1, -1) if not refused & _sizes(batch or 0, n)), 1)
+        return next(
+            (n for n in range(most, 1, -1) if not refused & {*rows_of_each(batch or 0, n)}), 1
+        )
 
     def sizes(self, batch: int, refused: Set[int] = frozenset()) -> tuple[int, ...]:
         """The number of rows of each micro-batch of a mini-batch of ``batch`` rows, none of which
         is among the ``refused`` ones, as far as that is possible."""
-        chunks = self.chunks_for(batch, refused)
-        return tuple(batch // chunks + (i < batch % chunks) for i in range(chunks))
+        return tuple(rows_of_each(batch, self.chunks_for(batch, refused)))
 
     def even_chunks_for(self, batch: int) -> list[int]:
         """The numbers of micro-batches, from the wanted one down to 1, that divide ``batch`` rows
         evenly."""
         return [n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0]
-
-
-def _sizes(batch: int, chunks: int) -> set[int]:
-    """The numbers of rows that micro-batches have."""
-    return {batch // chunks, -(-batch // chunks)}
 
 
 def _named(optimizer: str | float | Optimizer | None) -> str:

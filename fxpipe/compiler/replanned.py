@@ -28,6 +28,7 @@ from fxpipe.planning.lanes import CutModel
 from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
 from fxpipe.planning.result import Plan
+from fxpipe.runtime.microbatch import rows_of_each
 from fxpipe.trace.spread import as_on_one_device
 from passes.chain import ToStages, run
 
@@ -136,7 +137,7 @@ class Replanned:
             return True
         if self.mode.chunks is not None or self.rows is None or chunks > self.rows:
             return False  # the graph is for one size of micro-batches
-        return self.rows // chunks not in self.mode.traced.refused_sizes
+        return not self.mode.traced.refused_sizes & {*rows_of_each(self.rows, chunks)}
 
     def _at(self, chunks: int) -> fx.GraphModule:
         if not self._priced:

@@ -19,6 +19,7 @@ from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.checkpointing.regions import regions_in
+from fxpipe.runtime.microbatch import rows_of_each
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
 from passes.partition.pieces import Piece, pieces
@@ -205,7 +206,8 @@ class Report:
         if self.rows_given is None:
             return wanted
         counts = range(min(wanted, self.rows_given), 1, -1)
-        return next((n for n in counts if self.rows_given // n not in self.refused_sizes), 1)
+        refused, rows = {*self.refused_sizes}, self.rows_given
+        return next((n for n in counts if not refused & {*rows_of_each(rows, n)}), 1)
 
     @property
     def _advice(self) -> list[str]:
