@@ -14,7 +14,8 @@ _OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'passes'}{os.sep}")
 # PyTorch is found, and not imported, which takes a second: the command's help needs none of it.
 _FOUND = find_spec("torch")
 _TORCH = _FOUND.submodule_search_locations if _FOUND is not None else None
-_OTHERS = (*(f"{folder}{os.sep}" for folder in _TORCH or ()), *_OURS)
+_TORCHS = tuple(f"{folder}{os.sep}" for folder in _TORCH or ())
+_OTHERS = (*_TORCHS, *_OURS)
 _LAYERS = tuple(os.path.join(folder, "nn", "") for folder in _TORCH or ())
 _DEMO = str(_HERE / "demo.py")
 _PYTHONS = f"{Path(os.__file__).parent}{os.sep}"
@@ -36,6 +37,12 @@ def is_of_a_model(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     return filename == _DEMO or not (filename.startswith(_OTHERS) or is_pythons(filename))
+
+
+@cache
+def is_of_torch(filename: str) -> bool:
+    """Whether a file is of PyTorch."""
+    return filename.startswith(_TORCHS)
 
 
 @cache

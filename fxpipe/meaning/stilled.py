@@ -7,16 +7,18 @@ that the report names; with both switched off, the check sees every other differ
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.ir.source import is_of_torch, is_ours
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.meaning.drawn import UNIFORM, Drawn
 
@@ -142,7 +144,9 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _BATCH_NORMS:
             args = self._by_fixed_statistics(args)
         elif self._buffers and func.overloadpacket not in _WHOLE_NORMS + _BATCH_NORM_BACKWARDS:
-            self._read.update(map(memory_of, tensors_of((args, kwargs))))
+            read = {*map(memory_of, tensors_of((args, kwargs)))} & self._buffers.keys()
+            if not read <= self._read and not _is_ours():
+                self._read |= read
         elif func.overloadpacket in _BATCH_NORM_BACKWARDS:
             func, args = _back_by_fixed_statistics(func, args)
         made = self.drawn.instead(func, args, kwargs)
@@ -191,6 +195,17 @@ def _back_by_fixed_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, tu
 
 _BATCH_NORMS = aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm
 """Operators with the same first six arguments: x, weight, bias, mean, variance, training."""
+
+
+def _is_ours() -> bool:
+    """Whether the operator that is dispatched now is one of fxpipe's own, such as that of a
+    checkpoint which keeps a buffer for its second run."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_of_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_ours(frame.f_code.co_filename)
+
+
 _WHOLE_NORMS = aten.batch_norm, aten.instance_norm
 """What a mode sees in their place in inference mode."""
 _BATCH_NORM_BACKWARDS = (

@@ -23,8 +23,11 @@ NEEDS_VALUES = "this line needs the values of a tensor, which are not known whil
 # What PyTorch says then: as_tensor() was given a proxy of fx, or a kernel a tensor without values.
 _SAID_OF_VALUES = "`__cuda_array_interface__` must be a dict", "its data is not allocated yet"
 
-# What Python says where the number in a tensor is made a number of Python's, or a text.
-_SAID_OF_NUMBERS = "float() argument must be", "int() argument must be", "unsupported format string"
+_MAKES_TEXT = "it makes a text of a number that depends on the values of tensors"
+
+# What is said where the number in a tensor is made a number of Python's, or a text.
+_SAID_OF_PYTHON = "float() argument must be", "int() argument must be", "unsupported format string"
+_SAID_OF_NUMBERS = *_SAID_OF_PYTHON, _MAKES_TEXT
 
 NUMBERS = (
     " A number that is only shown or logged is best returned as a tensor, and made a number or a "
@@ -39,6 +42,10 @@ class Refused(Exception):
 
 
 _OURS = AttributeError, NameError, LookupError, AssertionError
+
+
+class TextOfValues(GuardOnDataDependentSymNode):
+    """A text has been made of a number that is not known while the model is exported."""
 
 
 def may_be_the_models(error: Exception) -> bool:
@@ -66,6 +73,8 @@ def suppressed() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The message of an error in one line, with its type unless it is one of this package's."""
+    if isinstance(error, TextOfValues):
+        return _MAKES_TEXT
     if isinstance(error, GuardOnDataDependentSymNode):
         return DEPENDS_ON_VALUES
     if isinstance(error, whole.Blamed):

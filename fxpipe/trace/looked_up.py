@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir.source import is_of_a_model, is_pythons
-from fxpipe.trace.errors import source_line
+from fxpipe.trace.errors import TextOfValues, source_line
 from fxpipe.trace.patches import patched
 from fxpipe.trace.told import is_only_told
 
@@ -83,7 +84,10 @@ def texts_guarded() -> Iterator[None]:
                 if threading.get_ident() == thread:
                     frame = sys._getframe(1)
                     if _line_of_the_model(frame) is not None and not is_only_told(frame):
-                        return format(number(symbol), *specification)
+                        try:
+                            return format(number(symbol), *specification)
+                        except GuardOnDataDependentSymNode as error:
+                            raise TextOfValues(error.cond, str(error)) from error
                 # A width or a precision is for numbers, and what is told here is a symbol.
                 return original(symbol, *("" for _ in specification))
 
