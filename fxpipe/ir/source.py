@@ -41,7 +41,7 @@ def is_of_a_model(filename: str) -> bool:
 
 @cache
 def is_of_torch(filename: str) -> bool:
-    """Whether a file is of PyTorch."""
+    """Whether a file of code is one of PyTorch's own, by the folder that it is in."""
     return filename.startswith(_TORCHS)
 
 
