@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir.errors import TraceError
@@ -77,7 +77,8 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     """Raise TraceError if the model's output on these tensors depends on whether gradients are
     recorded, for which it asks at ``lines``.
 
-    A mode in which the model does not run is left out: the pipeline runs its graph there, too, and
+    Of a hidden value they are recorded where parameters ahead of it are trained, which frozen ones
+    may be later on. So the model runs with all of its parameters trained, too. A mode in which the model does not run is left out: the pipeline runs its graph there, too, and
     can differ from no output.
     """
     if not lines:
@@ -86,8 +87,9 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     for mode in nullcontext(), torch.inference_mode():
         with suppressed(), mode:
             outputs.append(example.run(tensors).output)
-    with suppressed():
-        outputs.append(example.run(tensors, recorded=True).output)
+    for trained in nullcontext(), _all_trained(example.model):
+        with suppressed(), trained:
+            outputs.append(example.run(tensors, recorded=True).output)
     # PyTorch may choose other kernels where it keeps nothing for a backward.
     if any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
         raise TraceError(
@@ -95,6 +97,24 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
             f"recorded, for which it asks (at {lines[0]}), and one graph serves calls with "
             "gradients and calls without: let it ask for self.training instead"
         )
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block all parameters of a model require gradients that can."""
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+        and (parameter.is_floating_point() or parameter.is_complex())
+    ]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def reasons(example: Example) -> list[str]:

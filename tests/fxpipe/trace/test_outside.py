@@ -103,3 +103,15 @@ def test_nothing_is_said_of_a_model_that_is_refused_for_another_reason() -> None
     with pytest.raises(TraceError) as raised:
         trace(Branches(), (X,))
     assert "\n  It " not in str(raised.value)
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+@pytest.mark.parametrize("asks", [by_history, by_leaf])
+def test_a_frozen_model_is_refused_that_does_something_else_once_it_is_thawed(
+    asks: Callable[[Tensor], bool], tracer: str
+) -> None:
+    model = Asks(asks)
+    model.requires_grad_(False)
+    with pytest.raises(TraceError, match=r"asks \(at .*# asks"):
+        fxpipe.compile(model, TWO, chunks=2, tracer=tracer, example_inputs=(X,))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
