@@ -62,10 +62,14 @@ class WrittenMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: set[int] = set()
         """By :func:`fxpipe.ir.tensors.memory_of`."""
+        self.statistics: set[int] = set()
+        """Of these, the running statistics of norms."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.numbers.update(map(memory_of, written_by(func, args, kwargs or {})))
-        self.numbers.update(map(memory_of, statistics_written_by(func, args, kwargs or {})))
+        statistics = set(map(memory_of, statistics_written_by(func, args, kwargs or {})))
+        self.statistics |= statistics
+        self.numbers |= statistics
         return func(*args, **(kwargs or {}))
 
     def has(self, tensor: Tensor) -> bool:

@@ -98,6 +98,7 @@ class _ObservedCall:
     given: list[torch.Size]  # shapes of the inputs
     made: list[Tensor]  # the outputs, as tensors on "meta"
     written: tuple[str, ...]  # parameters and buffers that the call wrote to
+    statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it drew random numbers
     draws_on_the_host: bool  # whether Python or NumPy drew them
     flops: int  # how many it computed
@@ -113,6 +114,7 @@ class Call:
     outputs: Structure
     shapes: list[_ShapeRule]
     written: tuple[str, ...]  # parameters and buffers that the call writes to
+    statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it draws random numbers
     draws_on_the_host: bool  # whether Python or NumPy draws them
     work: _FlopsRule
@@ -145,7 +147,8 @@ class Call:
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
         work = _FlopsRule.from_runs(runs)
-        return Call(module, first.inputs, first.outputs, shapes, first.written, *draws, work)
+        written = first.written, first.statistics
+        return Call(module, first.inputs, first.outputs, shapes, *written, *draws, work)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialised outputs, of the shapes and dtypes that these inputs lead to."""
@@ -194,6 +197,7 @@ class Whole(nn.Module):
         super().__init__()
         self.module, self.seen = call.module, call
         self.draws_on_the_host = call.draws_on_the_host  # asked for by pass "alias"
+        self.statistics = call.statistics  # asked for by pass "batch_norm"
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -348,6 +352,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 [tensor.shape for tensor in given],
                 [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
                 tuple(compress(own, written[len(given) :])),
+                tuple(name for name, t in own.items() if memory_of(t) in memory.statistics),
                 state.has_changed or host.has_changed,
                 host.has_changed,
                 flops.total,

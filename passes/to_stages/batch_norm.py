@@ -80,11 +80,11 @@ def _take_all_apart(gm: fx.GraphModule) -> None:
             _take_all_apart(region.body)
             _move_updates_out(node, region.body.graph)
             region.body.recompile()
-        elif (inner := _deferrable_within(module)) is not None:
+        elif (inner := _updated_within(module, gm.get_submodule(str(node.target)))) is not None:
             raise ValueError(
-                f"deferred_batch_norm=True: {'.'.join(filter(None, (path, inner)))} is a batch "
-                f"norm within {path}, a {type(module).__name__} that is kept whole, so that its "
-                f"running statistics cannot be updated once for each mini-batch: {_REMEDY}"
+                f"deferred_batch_norm=True: {'.'.join(filter(None, (path, inner)))} are running "
+                f"statistics within {path}, a {type(module).__name__} that is kept whole, so that "
+                f"they cannot be updated once for each mini-batch: {_REMEDY}"
             )
     calls: dict[int, list[tuple[fx.Node, dict[str, Any]]]] = {}  # by the buffer of their means
     for node in list(gm.graph.nodes):
@@ -161,18 +161,23 @@ def _where(node: fx.Node) -> str:
     return f"{node.name!r}{at}"
 
 
-def _deferrable_within(module: nn.Module) -> str | None:
-    """The path of a batch norm within a module that is one node, which updates running statistics;
-    None if there is none."""
-    return next(
-        (
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
-            if part.training and part.running_mean is not None
-        ),
-        None,
-    )
+def _updated_within(module: nn.Module, node: nn.Module) -> str | None:
+    """The path of running statistics within a module that is one node, which a call updates; None
+    if there are none.
+
+    Args:
+        node: the module that the node calls. What stands in for a module that is kept whole knows
+            of its ``statistics``.
+    """
+    norms = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, BatchNorm) and part.training and part.running_mean is not None
+    }
+    synchronised = {name for name, part in norms.items() if isinstance(part, nn.SyncBatchNorm)}
+    seen = getattr(node, "statistics", ())
+    updated = (*(f"{name}.running_mean".lstrip(".") for name in norms), *seen)
+    return next((name for name in updated if name.rpartition(".")[0] not in synchronised), None)
 
 
 class _Refusing(FakeInterpreter):

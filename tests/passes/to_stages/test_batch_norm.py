@@ -323,12 +323,20 @@ class OfValues(nn.Module):
         return x if x.sum() > 1e9 else x * 2
 
 
+class FunctionalOfValues(Functional):
+    def forward(self, x):
+        x = super().forward(x)
+        return x if x.sum() > 1e9 else x * 2
+
+
 CANNOT = {
     OfAView: r"deferred_batch_norm=True: 'batch_norm' \(at .*test_batch_norm.py:\d+\) updates "
     "running statistics in 1.statistics, and would do so for each micro-batch: call a batch norm",
     OfAMomentum: r"the batch norm 'batch_norm' \(at .*\) has a momentum that the model computes",
     lambda: OfTheCount(4): "the model computes with 1.num_batches_tracked, the number of batches",
-    OfValues: "1.module.norm is a batch norm within 1.module, a OfValues that is kept whole",
+    OfValues: "1.module.norm.running_mean are running statistics within 1.module, a OfValues that "
+    "is kept whole",
+    FunctionalOfValues: r"1.module.\w+ are running statistics within 1.module, a Functional",
 }
 
 
