@@ -52,7 +52,7 @@ from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
-from fxpipe.trace import canonical, refuse_lazy, to_be_compared
+from fxpipe.trace import canonical, refuse_lazy, refuse_nested, to_be_compared
 from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
@@ -306,6 +306,7 @@ class Compiler(LaterChecks):
         """
         some, named = inputs
         refuse_lazy(self.model)
+        refuse_nested(self.model, some, named)
         with phase("twin", quiet=True):
             twin = Twin(self.model)  # another thread may run the model while it is compiled
         if entry is None:

@@ -50,6 +50,7 @@ from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import checks, export, outside, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
@@ -79,6 +80,7 @@ __all__ = [
     "canonical",
     "parameters_put_back",
     "refuse_lazy",
+    "refuse_nested",
     "runs_alike",
     "to_be_compared",
     "trace",
@@ -399,8 +401,20 @@ def refuse_lazy(model: nn.Module) -> None:
         )
 
 
+def refuse_nested(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Raise :class:`Unsupported` if there is a nested tensor among the inputs of a call: it has no
+    shape, which all that is done with an input asks for."""
+    for name, value in bound_arguments(model, args, kwargs).arguments.items():
+        if any(tensor.is_nested for tensor in tensors_of(value)):
+            raise Unsupported(
+                f"the input {name} is a nested tensor, which cannot be cut into micro-batches: "
+                f"give it padded, by torch.nested.to_padded_tensor({name}, 0.0), with a mask"
+            )
+
+
 def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
     refuse_lazy(model)
+    refuse_nested(model, *example.arguments(example.tensors))
     if isinstance(model, torch.jit.ScriptModule):
         raise Unsupported(
             f"{model.original_name} is compiled to TorchScript, which cannot be traced: compile "
@@ -418,11 +432,6 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             raise Unsupported(
                 f"the input {name} is of layout {tensor.layout}, for which PyTorch has no fake "
                 f"tensors, with which a model is compiled: give {name}.to_sparse_coo()"
-            )
-        if tensor.is_nested:
-            raise Unsupported(
-                f"the input {name} is a nested tensor, which cannot be cut into micro-batches: "
-                f"give it padded, by torch.nested.to_padded_tensor({name}, 0.0), with a mask"
             )
     if example.batch == 0:
         raise Unsupported("the example batch is empty: give one with two rows or more")

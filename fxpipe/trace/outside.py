@@ -78,8 +78,9 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     recorded, for which it asks at ``lines``.
 
     Of a hidden value they are recorded where parameters ahead of it are trained, which frozen ones
-    may be later on. So the model runs with all of its parameters trained, too. A mode in which the model does not run is left out: the pipeline runs its graph there, too, and
-    can differ from no output.
+    may be later on. So the model runs with all of its parameters trained, too. A mode in which the
+    model does not run is left out: the pipeline runs its graph there, too, and can differ from no
+    output.
     """
     if not lines:
         return
@@ -105,8 +106,7 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
     frozen = [
         parameter
         for parameter in model.parameters()
-        if not parameter.requires_grad
-        and (parameter.is_floating_point() or parameter.is_complex())
+        if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
     ]
     try:
         for parameter in frozen:

@@ -61,9 +61,11 @@ def test_an_output_that_is_not_computed_yet():
     assert said.endswith("return a list or a tuple of it")
 
 
-def test_rows_of_several_lengths():
-    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
-    said = message(MLP(3), TraceError, rows)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_several_lengths(layout):
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+    said = message(MLP(3), Unsupported, rows)
     assert "the input x is a nested tensor" in said and "torch.nested.to_padded_tensor(x" in said
 
 
