@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test zoo kit check docs pictures notebooks wheel benchmarks clean
+.PHONY: demo test long zoo kit check docs pictures notebooks wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -25,6 +25,10 @@ demo: .venv/.demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# comparisons of plans with all other possibilities, at more points than "test" has time for
+long: .venv/.test
+	$(BIN)/python -m pytest --numprocesses auto -m long
 
 # every model of tests/models; writes the tables of results
 zoo: .venv/.test

@@ -60,8 +60,19 @@ def test_without_a_limit_everything_is_kept():
     assert plan(None).checkpoint == "never"
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("part", [0.9, 0.75, 0.6, 0.5, 0.4, 0.3])
+LIMITS = [
+    (part, schedule) for part in (0.9, 0.75, 0.6, 0.5, 0.4, 0.3) for schedule in ("gpipe", "1f1b")
+]
+ALWAYS_RUN = (0.9, "gpipe"), (0.6, "1f1b"), (0.3, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("part", "schedule"),
+    [
+        pytest.param(*limit, marks=() if limit in ALWAYS_RUN else pytest.mark.long)
+        for limit in LIMITS
+    ],
+)
 def test_it_fits_whenever_any_modes_do_and_is_as_fast_as_the_best_of_them(part, schedule):
     limit = part * max(plan(None, "never", schedule=schedule).memory)
     best = best_of_all(limit, schedule=schedule)
@@ -166,7 +177,14 @@ def test_over_a_slow_link_nothing_moves():
     assert plan(limit, host=1.0).seconds == plan(limit).seconds
 
 
-@pytest.mark.parametrize(("part", "seconds"), [(0.8, 0.5), (0.6, 1.5), (0.45, 4.0)])
+@pytest.mark.parametrize(
+    ("part", "seconds"),
+    [
+        pytest.param(0.8, 0.5, marks=pytest.mark.long),
+        (0.6, 1.5),
+        pytest.param(0.45, 4.0, marks=pytest.mark.long),
+    ],
+)
 def test_with_a_host_it_is_as_fast_as_the_best_of_all_modes(part, seconds):
     """``seconds``: what the activations of a stage take to the host, in forwards of the stage."""
     free = plan(None, "never", schedule="gpipe")
@@ -203,7 +221,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("part", [0.6, 0.55, 0.5])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(0.6, marks=pytest.mark.long), pytest.param(0.55, marks=pytest.mark.long), 0.5],
+)
 def test_it_fits_whenever_any_segments_do_and_is_as_fast_as_the_best_of_them(part, monkeypatch):
     """Of the ways that are tried here none fits in one segment, so that nothing is chosen ahead of
     those in several."""
