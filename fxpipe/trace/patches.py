@@ -279,14 +279,23 @@ def prints() -> Iterator[list[str]]:
         yield lines
 
 
-_CALL_OTHERS = "passes.chain", "passes.cost.given", "fxpipe.compiler.history", "fxpipe.trace"
+_CALL_OTHERS = (
+    *("passes.chain", "passes.cost.given", "fxpipe.compiler.history", "fxpipe.trace"),
+    "fxpipe.ir.progress",
+)
 """The modules of ours that call code of the user's which is no model: passes, observers of passes,
-costs and tracers."""
+costs, tracers, and listeners of progress."""
+
+_HANDLED = "warnings", "logging"
+"""The modules of Python by way of which a warning or a log record gets to a handler, which may be
+the user's: what that prints is what we say, and not the model."""
 
 
 def _is_beside(frame: FrameType | None) -> bool:
     """Whether the code of a frame is the user's, but no model: the innermost code of ours tells."""
     while frame is not None and not is_ours(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") in _HANDLED:
+            return True
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in _CALL_OTHERS
 

@@ -3,6 +3,7 @@ traced: a warning names the line."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
+from fxpipe.ir import log
 
 
 class Talks(nn.Module):
@@ -104,3 +106,39 @@ def test_a_loss_prints_once_for_each_micro_batch(capsys) -> None:
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 2))
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 2))
     assert capsys.readouterr().out.splitlines() == ["rows 2"] * 4
+
+
+def mean_of_all(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).mean() ** 2).sqrt()
+
+
+def test_a_handler_of_warnings_that_prints_is_no_model(monkeypatch, capsys) -> None:
+    def show(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        print("told of:", category.__name__)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=mean_of_all) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 2))
+    assert "told of: BatchWarning" in capsys.readouterr().out.splitlines()
+
+
+class Printing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print("logged by:", record.name)
+
+
+def test_a_handler_of_logs_that_prints_is_no_model(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(logging.getLogger("fxpipe.warnings"), "handlers", [Printing()])
+    log._log.cache_clear()  # a warning is logged once in a process
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=mean_of_all) as pipe,
+        pytest.warns(fxpipe.BatchWarning),
+    ):
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 2))
+    assert "logged by: fxpipe.warnings" in capsys.readouterr().out.splitlines()
