@@ -164,7 +164,7 @@ def to_be_compared(
         traced.otherwise = None  # it is not needed, and refers to modules
         if not all(map(_is_of_operators, traced.graph_module.modules())):
             return None
-        _warn_of_prints(model, traced)
+        _warn_of_what_is_gone(model, traced)
         return traced
 
 
@@ -193,8 +193,15 @@ def runs_alike(
         return False
 
 
-def _warn_of_prints(model: nn.Module, traced: Traced) -> None:
-    """Say that the model has lines that print, which the graph does not have."""
+def _warn_of_what_is_gone(model: nn.Module, traced: Traced) -> None:
+    """Say that the model has lines that print, or that register hooks on tensors, which the graph
+    does not have. (A hook that changes a gradient has been seen in the comparison of gradients.)"""
+    if traced.hooked:
+        warn(
+            f"{type(model).__name__} registers a gradient hook on a tensor within its forward (at "
+            f"{traced.hooked[0]}), which a pipeline does not call: it computes what was traced. "
+            "Where the hook is needed, call the model itself, pipe.module"
+        )
     if traced.prints:
         warn(
             f"{type(model).__name__} prints within its forward (at {traced.prints[0]}), which a "
@@ -308,7 +315,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                         traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             traced.tried = tuple(reasons)
-            _warn_of_prints(model, traced)
+            _warn_of_what_is_gone(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):

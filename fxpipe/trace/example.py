@@ -72,6 +72,9 @@ class Traced:
     "symbolic: TypeError: ... (at model.py:7: if x.sum() > 0:)"."""
     prints: Sequence[str] = ()
     """The lines of the model that have printed during the trace, and print no more in the graph."""
+    hooked: Sequence[str] = ()
+    """The lines of the model that have registered a gradient hook on a tensor during the trace: the
+    graph calls no such hooks."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None

@@ -35,7 +35,7 @@ from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.looked_up import texts_guarded
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
-from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
+from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent, tensor_hooks
 from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, has_size_by_values
@@ -164,6 +164,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 once.exported(),
                 exported_somewhere(example),
                 prints() as printed,
+                tensor_hooks() as hooked,
                 lengths_recorded(example.model),
                 texts_guarded(),
                 unwatched() as watched,
@@ -183,7 +184,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes
-            traced.prints = printed
+            traced.prints, traced.hooked = printed, [line for line in hooked if line]
             unknown = _size_by_value(graph_module, example.model)
             if unknown is not None:
                 _enclosed(traced, example, unknown)

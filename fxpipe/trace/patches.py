@@ -333,14 +333,16 @@ def functions_handled(handle: Handle) -> Iterator[None]:
 
 
 @contextmanager
-def tensor_hooks() -> Iterator[list[Tensor]]:
-    """Yields the tensors on which gradient hooks are registered inside the ``with`` block, in a
-    list that grows."""
-    hooked: list[Tensor] = []
+def tensor_hooks() -> Iterator[list[str]]:
+    """Yields where gradient hooks are registered on tensors inside the ``with`` block, in a list
+    that grows: the lines of the model, and an empty text for code that is none of the model's."""
+    hooked: list[str] = []
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            hooked.append(tensor)
+            frame = caller()
+            file = frame.f_code.co_filename
+            hooked.append(source_line(file, frame.f_lineno) if is_of_a_model(file) else "")
             return original(tensor, hook)
 
         return register_hook
