@@ -121,8 +121,9 @@ class RankPipeline(Pipeline):
         together, and so on.
 
         Every rank gets the loss, and the gradients of its own parameters. The model draws its
-        random numbers from rank 0's default generator; a loss function draws them from the last
-        rank's.
+        random numbers from rank 0's default generator, and the other ranks draw as many from
+        theirs, so that generators that are seeded alike stay alike. A loss function that draws
+        random numbers draws them from the last rank's generator only.
 
         Raises:
             ValueError: if this rank needs the values of an input that it has not been given; the

@@ -51,6 +51,7 @@ WRITTEN = "written"  #: True at the placeholder of an input that is written to
 SEED = "seed"  #: True at the placeholder of the seed
 RANDOM = "random"  #: True where random numbers are drawn
 ON_THE_HOST = "on_the_host"  #: True where Python's ``random`` or NumPy draws them
+OF_THE_STEP = "of_the_step"  #: True at an input whose value a step gives, and not its caller
 WHOLE = "whole"  #: tuple[str, str]: why a front end has made one node of this; what would help
 ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micro-batches
 UPDATES = "updates"  #: tuple[str, ...]: by name what such a node updates, then what it is given

@@ -42,8 +42,12 @@ class Project:
 
     The rank's graph has one input more, ahead of the others: the transport that carries values to
     other ranks and back (see :func:`fxpipe.ops.transmit`). What the caller does, such as cutting
-    inputs into micro-batches, is done by every rank that needs it. Seeds are drawn by rank 0, and
-    outputs are put together by the rank of the last stage.
+    inputs into micro-batches, is done by every rank that needs it. Outputs are put together by the
+    rank of the last stage.
+
+    Seeds are those of rank 0. The other ranks draw as many, and use none of theirs: so default
+    generators that are alike ahead of a step are alike behind it, and what the script draws next (a
+    permutation of the data, noise) is the same on all ranks.
 
     Args:
         ranks: the rank of each stage.
@@ -187,6 +191,8 @@ class _RankWriter:
                 self.own[node] = self.graph.node_copy(node)
             elif node.op != "output" and node in self.transfers.done_by[self.rank]:
                 self._copy(node)
+            elif node.target is ops.seeds:
+                self._call(ops.seeds, node.args, "unused_seeds", node)
             for transfer in self.transfers.behind.get(node, ()):
                 self._write(transfer)
         self._return()

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.ir.graph import SEED, WRITTEN, add_input
+from fxpipe.ir.graph import OF_THE_STEP, SEED, WRITTEN, add_input
 from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind
 from passes.to_step.nodes import Nodes
@@ -66,6 +66,8 @@ class Caller:
         ]
         self.scale = add_input(nodes.graph, "scale", None)
         self.optimizer = add_input(nodes.graph, "optimizer", None)
+        for node in self.scale, self.optimizer:
+            node.meta[OF_THE_STEP] = True
         self.weights = self._weights(sizes, summed)
 
     def _weights(self, sizes: tuple[Any, int | None], summed: bool) -> fx.Node:

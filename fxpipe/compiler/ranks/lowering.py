@@ -24,6 +24,7 @@ from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.ir.graph import (
     CARRIED,
     MICROBATCH,
+    OF_THE_STEP,
     ORIGIN,
     SEED,
     STAGE,
@@ -314,8 +315,9 @@ def _action(node: fx.Node) -> str:
 
 
 def _needs(gm: fx.GraphModule, parts: Sequence[fx.GraphModule]) -> dict[str, list[int]]:
-    """The ranks that need the values of each input of a graph of all stages, by the input's name.
-    A rank that weighs losses by numbers of rows needs an input's shape only."""
+    """The ranks that need the values of each input of a call, by the input's name, in the order of
+    the inputs of a graph of all stages. A rank that weighs losses by numbers of rows needs an
+    input's shape only."""
     by_shape = ops.weights, ops.gather
 
     def has_values(part: fx.GraphModule, name: str) -> bool:
@@ -328,7 +330,7 @@ def _needs(gm: fx.GraphModule, parts: Sequence[fx.GraphModule]) -> dict[str, lis
     return {
         node.name: [rank for rank, part in enumerate(parts) if has_values(part, node.name)]
         for node in gm.graph.find_nodes(op="placeholder")
-        if node.name not in (GRADIENTS, SHARDS)
+        if node.name not in (GRADIENTS, SHARDS) and OF_THE_STEP not in node.meta
     }
 
 

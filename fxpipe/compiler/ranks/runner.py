@@ -23,13 +23,15 @@ from fxpipe.loading.load import Source, load, materialize
 from fxpipe.runtime.clock import Mark, Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.optimizer import Stepping
-from fxpipe.runtime.ranks.agreement import apart
+from fxpipe.runtime.ranks.agreement import RUN, apart
 from fxpipe.runtime.ranks.errors import RankError, failure, is_final
 from fxpipe.runtime.ranks.expected import Sizes
 from fxpipe.runtime.ranks.replicas import Gradients
 from fxpipe.runtime.ranks.transport import Edge
 
 _MANY = 256  # kinds of runs whose sizes are remembered
+_FIRST, _EVERY = 4, 64
+"""The values of inputs are compared in the first runs, and in every so manyth later one."""
 
 
 class RankRunner(Runner):
@@ -41,6 +43,7 @@ class RankRunner(Runner):
         super().__init__(compiler)
         self.program: RankProgram | None = None  # the program that has run last
         self._sizes: dict[str, tuple[dict[Edge, list[Sizes | None]], str]] = {}
+        self._runs = 0
         self._failed = ""  # how a run has failed after which the ranks cannot go on together
 
     def _check_open(self) -> None:
@@ -178,23 +181,25 @@ class RankRunner(Runner):
         """
         agreement, ranks = self.compiler.agreement, self.compiler.ranks
         members = ranks.this_replica if ranks.parts is None else slice(None)
-        run = f"run of {unrolled.digest}, {everywhere}"
+        run = f"{RUN}{unrolled.digest}, {everywhere}"
         with agreement.together():
             self._refuse_absent(unrolled, values)
             text = f"{run}, with {_shapes(values)}"
             sizes, digest = self._sizes_of(text, unrolled, values, everywhere)
-            answers = agreement.ask(run, (text, self._drawn_from(unrolled), digest))[members]
+            said = text, self._drawn_from(unrolled), digest, self._given(unrolled, values)
+            answers = agreement.ask(run, said)[members]
         texts: list[str] = [text for text, *_ in answers]
         if len(set(texts)) > 1:
             raise RankError(apart(dict(zip(agreement.names[members], texts, strict=True))))
         others = zip(agreement.names[members], answers, strict=True)
-        if differing := [name for name, (*_, theirs) in others if theirs != digest]:
+        if differing := [name for name, (_, _, theirs, _) in others if theirs != digest]:
             raise RankError(
                 f"{agreement.names[agreement.rank]} and {differing[0]} have traced the model with "
                 "other shapes or dtypes of the tensors between stages: run the same versions of "
                 "the model and of PyTorch on all ranks"
             )
-        if len({state for _, state, _ in answers if state}) > 1:
+        self._refuse_others(unrolled, dict(zip(agreement.names[members], answers, strict=True)))
+        if len({state for _, state, *_ in answers if state}) > 1:
             raise RankError(
                 "the ranks that have parts of the same parameters would draw different random "
                 "numbers, for dropout say: call torch.manual_seed with the same number on all ranks"
@@ -221,6 +226,37 @@ class RankRunner(Runner):
         if ranks.parts is None or ranks.rank or not seeds:
             return ""
         return hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()
+
+    def _given(self, unrolled: RankUnrolled, values: list[Any]) -> dict[str, str]:
+        """By the name of an input: a digest of the values that this rank has been given. Empty in
+        most runs, since on an accelerator the host has to wait for the values."""
+        self._runs += 1
+        if self._runs > _FIRST and self._runs % _EVERY:
+            return {}
+        absent = self.compiler.absent
+        return {
+            name: _digest(value)
+            for name, value in zip(unrolled.needs, values, strict=False)
+            if isinstance(value, Tensor) and not value.is_meta and not absent.is_ghost(value)
+        }
+
+    def _refuse_others(self, unrolled: RankUnrolled, answers: dict[str, Any]) -> None:
+        """Raise :class:`RankError` if ranks have been given other values of an input."""
+        for name, ranks in unrolled.needs.items():
+            given = {
+                rank: digests[name] for rank, (*_, digests) in answers.items() if name in digests
+            }
+            first = next(iter(given), "")
+            other = next((rank for rank in given if given[rank] != given[first]), None)
+            if other is not None:
+                needed = ", ".join(f"rank {rank}" for rank in ranks) or "no rank"
+                raise RankError(
+                    f"{first} and {other} have been given other values of {name!r}: all ranks of a "
+                    "pipeline take the same batch, as from one sampler with one seed (with "
+                    'replicas, a sampler over the dimension "dp" of the mesh). A rank that does '
+                    f"not need the values may be given None; those of {name!r} are needed by "
+                    f"{needed}"
+                )
 
     def _refuse_absent(self, unrolled: RankUnrolled, values: list[Any]) -> None:
         """Raise ValueError if this rank needs the values of an input that it has not been given."""
@@ -329,6 +365,12 @@ class RankRunner(Runner):
         self.compiler.agreement.close()
         if self.compiler.replicas is not None:
             self.compiler.replicas.close()
+
+
+def _digest(tensor: Tensor) -> str:
+    """A digest of the values of a tensor: of their bits."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _shapes(values: list[Any]) -> str:

@@ -35,10 +35,22 @@ _HEAD = struct.Struct("qq")  # the kind of an answer, and its length
 def apart(places: Mapping[str, str]) -> str:
     """What to say of ranks that are at different places: by the name of each where it is."""
     at = ", ".join(f"{name} at {place!r}" for name, place in places.items())
+    why = ""
+    if all(place in _OF_COMPILING or place.startswith(RUN) for place in places.values()):
+        why = (
+            ". They have been called in different ways: is one of them in another mode than the "
+            "others (train or eval, autocast, without gradients)? Where replicas have batches of "
+            "other lengths, give compile() dynamic=True; where one has fewer rows than there are "
+            "micro-batches, leave that batch out, as drop_last=True of a loader does"
+        )
     return (
         f"the ranks have come to different places: {at}; every rank has to make the same calls of "
-        "the pipeline, with arguments of the same shapes"
+        f"the pipeline, with arguments of the same shapes{why}"
     )
+
+
+RUN = "run of "  #: the beginning of the text that stands for a run of a program
+_OF_COMPILING = "examples", "values of examples", "plan", "cut", "choice"
 
 
 class Agreement:

@@ -140,6 +140,28 @@ def train_all(
     return [train(group, make, calls, **options) for options in each]
 
 
+def drawn_behind_steps(where: Where, make: Make, calls: Sequence[Call]) -> list[Tensor]:
+    """What the default generator of a process gives behind each step."""
+    drawn = []
+    with compiled(where, make, mean_loss, example_inputs=calls[0].args, chunks=2) as pipe:
+        torch.manual_seed(7)
+        for call in calls:
+            pipe.step(*call.args, target=call.target)
+            drawn.append(torch.rand(3))
+    return drawn
+
+
+def stepped(where: Where, make: Make, calls: Sequence[Sequence[Call]]) -> str:
+    """Make a step for each call of this rank, and return the error that one of them raises."""
+    with compiled(where, make, mean_loss, example_inputs=calls[0][0].args, chunks=2) as pipe:
+        for call in calls[dist.get_rank()]:
+            try:
+                pipe.step(*call.args, target=call.target)
+            except RankError as error:
+                return str(error)
+    return ""
+
+
 def checkpointed(group: Where, make: Make, call: Call, **options: Any) -> dict[int, set[bool]]:
     """By stage: whether its forwards keep no activations, as the step graph of this rank says."""
     with compiled(group, make, mean_loss, example_inputs=call.args, **options) as pipe:

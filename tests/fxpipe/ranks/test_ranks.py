@@ -19,6 +19,8 @@ from tests.fxpipe.ranks.jobs import (
     Trained,
     checkpointed,
     chosen,
+    drawn_behind_steps,
+    stepped,
     train,
     train_all,
     train_all_sharing,
@@ -158,6 +160,26 @@ def test_checkpoints_dropout_and_deferred_batch_norm(pool):
     found, lanes = on_both(pool, train_all, Drawing, calls, CHECKPOINTS, ranks=2)
     for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
         assert_same(ranks, expected)
+
+
+def test_what_a_script_draws_behind_a_step_is_the_same_on_all_ranks(pool):
+    """A shuffled loader, or noise: the ranks have to get the same of it."""
+    found, lanes = on_both(pool, drawn_behind_steps, Drawing, rows(8) * 2, ranks=3)
+    for ranks in found:
+        assert same(ranks, lanes)
+
+
+def test_ranks_that_are_given_other_values_are_refused_and_may_give_none(pool):
+    (one,), (other,) = rows(8)[:1], rows(8)[:1]
+    absent = Call((None,), one.target)
+    said = pool.run(stepped, Drawing, [[one, one], [one, other]], ranks=2)
+    for text in said:
+        assert text.startswith(
+            "rank 0 and rank 1 have been given other values of 'x': all ranks of a pipeline take "
+            "the same batch, as from one sampler with one seed"
+        ), text
+        assert text.endswith("those of 'x' are needed by rank 0")
+    assert pool.run(stepped, Drawing, [[one, one], [one, absent]], ranks=2) == ["", ""]
 
 
 def tanh_layers() -> nn.Module:

@@ -119,6 +119,7 @@ def test_an_answer_that_comes_when_a_rank_has_just_stopped_waiting_is_taken(pool
         ("model", "have not compiled the same: they differ in their parameters and buffers"),
         ("options", "have not compiled the same: they differ in their options"),
         ("batch", "the ranks have come to different places"),
+        ("batch", "is one of them in another mode than the others (train or eval, autocast"),
         ("shapes", "have traced the model with other shapes or dtypes of the tensors between"),
         ("error", "rank 1 failed: ValueError: not here"),
     ],

@@ -1,4 +1,4 @@
-"""A gradient hook that a forward registers on a tensor is not in a graph: a warning names the line."""
+"""A gradient hook that a forward registers on a tensor is in no graph: a warning names the line."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ embed_weight_s1_accumulate_s0_mb2 = accumulate(embed_weight, embed_weight_s1_gra
     )
 
 
-def test_seeds_are_drawn_by_the_first_rank():
+def test_seeds_are_those_of_the_first_rank_and_the_others_draw_as_many():
     class Dropping(Chain):
         def forward(self, x):
             return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
@@ -229,6 +229,7 @@ def test_seeds_are_drawn_by_the_first_rank():
 seeds = seeds(2)
 transmit_seeds = transmit(transport, seeds, (0, 1), 0)
 
+unused_seeds = seeds(2)
 receive_seeds = receive(transport, (0, 1), 0)
 arrived_seeds = arrived(receive_seeds)
 seed_mb0 = arrived_seeds[0]
