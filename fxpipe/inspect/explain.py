@@ -542,7 +542,8 @@ class Explaining:
                 f"the measured times of the stages, {times:.3g} times as long, are not in them, as "
                 "they say nothing of another cut or of other micro-batches."
             )
-        if len(set(self.options.names)) < len(self.options.lanes):
+        is_shared = len(set(self.options.names)) < len(self.options.lanes)
+        if is_shared:
             sentences.append(
                 "These, too, are predictions for lanes that each have a device, or cores, of their "
                 "own."
@@ -554,6 +555,8 @@ class Explaining:
         if left_out:
             measures = f"{left_out[0]} This tries them, and measures the best three:"
             sentences += [measures, tune] if self.options.training else left_out
+        elif is_shared and self.options.training:
+            sentences += ["What holds for lanes that share one is measured by this:", tune]
         if not self.has_stepped and any("schedule" in each.options for each in found):
             sentences.append(
                 f"A schedule acts in {self._calls.of('step')}"
