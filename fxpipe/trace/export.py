@@ -38,7 +38,7 @@ from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent
 from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
-from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, has_size_by_values
+from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, sized_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
@@ -499,10 +499,11 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
     tensors; None if no size does. The cut, the costs and the micro-batches need sizes that are
     known before the model runs."""
     for node in graph_module.graph.nodes:
-        if has_size_by_values(node):
-            paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        for sized in sized_by_values(node):
+            meta = node.meta if sized is node else _without_wrapper(sized.meta)
+            paths = [path for path, _ in meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
-            frame = model_frame(node.stack_trace)
+            frame = model_frame(sized.stack_trace)
             where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
             return whole.Blamed(
                 owner, f"a number, or the size of a tensor, depends on values of tensors{where}"

@@ -26,7 +26,7 @@ Memory = tuple[int, int]
 """The number of a run, and that of memory in it."""
 
 
-class MemoryUses:
+class MemoryAccesses:
     """What the nodes of a graph do to memory, as seen in some runs of it.
 
     Args:
@@ -103,7 +103,7 @@ class MemoryUses:
 class _MemoryInterpreter(fx.Interpreter):
     """Runs a graph, and notes what its nodes do to memory."""
 
-    def __init__(self, graph_module: fx.GraphModule, uses: MemoryUses, number: int) -> None:
+    def __init__(self, graph_module: fx.GraphModule, uses: MemoryAccesses, number: int) -> None:
         super().__init__(graph_module)
         self.garbage_collect_values = False  # new values would get the memory of freed ones
         self.extra_traceback = False

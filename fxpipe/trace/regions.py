@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe.ir._torch import TRANSFORM_BEGINS, TRANSFORM_ENDS
 from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
-from fxpipe.trace.memory import MemoryUses
+from fxpipe.trace.memory import MemoryAccesses
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
     }
     parts: dict[nn.Module, str] = {}
     several = list(runs)
-    for number, nodes in enumerate(_of_unknown_sizes(graph, MemoryUses(graph_module, several))):
+    for number, nodes in enumerate(_of_unknown_sizes(graph, MemoryAccesses(graph_module, several))):
         name = f"values_{number}"
         part = _enclose(graph, attributes, nodes, name, _SIZES)
         graph_module.add_submodule(name, part)
@@ -108,11 +108,28 @@ def has_size_by_values(node: fx.Node) -> bool:
     ``h * torch.bincount(labels, minlength=5)``, where ``h`` has five columns, that there are five
     counts. The operator needs values then, too, and those that use its result do not.
     """
+    return bool(sized_by_values(node))
+
+
+def sized_by_values(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose sizes depend on values: the node itself or, of a part of the model that is a
+    graph within the graph, such as what runs under ``torch.no_grad``, nodes of that graph."""
+    graphs = [_graph_of(each) for each in node.all_input_nodes]
+    if inner := [n for graph in graphs if graph for e in graph.nodes for n in sized_by_values(e)]:
+        return inner
     kind = getattr(node.target, "overloadpacket", None)
-    return kind in _COUNTS or bool(free_unbacked_symbols(node.meta.get("val")))
+    return [node] if kind in _COUNTS or free_unbacked_symbols(node.meta.get("val")) else []
 
 
-def _of_unknown_sizes(graph: fx.Graph, uses: MemoryUses) -> list[list[fx.Node]]:
+def _graph_of(node: fx.Node) -> fx.Graph | None:
+    """The graph that a node reads from an attribute of its module, to give it to an operator."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    value = attrgetter(str(node.target))(node.graph.owning_module)
+    return value.graph if isinstance(value, fx.GraphModule) else None
+
+
+def _of_unknown_sizes(graph: fx.Graph, uses: MemoryAccesses) -> list[list[fx.Node]]:
     """The nodes that give or take a value of unknown size, or give one whose size depends on
     values, in connected groups. A group also has the nodes on paths between its members, so that
     every other node can run either before the whole group or after it, and the nodes that write to
@@ -128,6 +145,8 @@ def _of_unknown_sizes(graph: fx.Graph, uses: MemoryUses) -> list[list[fx.Node]]:
         groups = [set(group) for group in nx.connected_components(together)]
         for group in groups:
             more = uses.inseparable(group) | _between(before, group)
+            # A group gives tensors, no tuples: it has what takes a tensor out of one.
+            more |= {user for node in group for user in node.users if user.target is getitem}
             nx.add_path(together, [*group, *(more - group)])
         is_same = nx.number_connected_components(together) == len(groups)
         if is_same and sum(map(len, groups)) == len(together):

@@ -249,6 +249,46 @@ return (mul,)
     )
 
 
+class WithoutGradients(Layers):
+    """Computes distances as PointNet++ samples its points, and writes to what has gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            nearest = torch.full_like(x, 0.5)
+            is_nearer = x < nearest
+            nearest[is_nearer] = x[is_nearer]
+            y[is_nearer] = 0.1
+        largest, where = y.max(1)
+        return self.last(self.inner(nearest) + y) * largest[:, None] + where[:, None]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_sizes_may_follow_from_values_where_gradients_are_off(tracer: str, lanes: int):
+    model, x = WithoutGradients(), torch.randn(8, 6)
+    expected = loop(model, (x,), 4)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * lanes, chunks=4, tracer=tracer, check=False) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+    torch.testing.assert_close(output, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+class KeptWithoutGradients(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x[mask] * 3
+
+
+def test_a_size_by_values_where_gradients_are_off_is_refused_with_the_line():
+    x, mask = inputs()
+    mask[0], mask[1:] = False, True
+    with pytest.raises(TraceError, match=r"(?s)export: .*test_regions.py.*x\[mask\] \* 3"):
+        fxpipe.compile(KeptWithoutGradients(), ["cpu"]).prepare(x, mask)
+
+
 class Kept(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x[mask] * 2
