@@ -312,6 +312,7 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
 
     The inputs have different batch sizes that the model takes: small ones, since a run may take
     long; if it takes fewer than two of these, the example's size and its double are tried as well.
+    One run has the last rows, as those that come first may be as large as each other by chance.
     Where no input has a batch dimension, the values are varied in place of the size: every row then
     equals the first one, or the last.
     """
@@ -321,12 +322,21 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
         ways = [list(example.tensors), *alike]
     else:
         ways = [example.resized(size) for size in (2, 3, 5)]
+        ways += [_last_rows(example, 2)] if batch > 2 else []
     taken = [tensors for tensors in ways if _takes(example, tensors, traced)]
     if batch is not None and len(taken) < 2:
         larger = (example.resized(size) for size in sorted({max(batch, 2), 2 * batch} - {2, 3, 5}))
         taken += [tensors for tensors in larger if _takes(example, tensors, traced)]
     for tensors in taken:
         yield partial(_call, example, tensors, traced)
+
+
+def _last_rows(example: Example, count: int) -> list[Tensor]:
+    """The example's tensors, of as many of their last rows."""
+    return [
+        tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - count, count)
+        for tensor, dim in zip(example.tensors, example.batch_dims, strict=True)
+    ]
 
 
 def _like_row(tensor: Tensor, row: int) -> Tensor:

@@ -140,13 +140,13 @@ def _of_unknown_sizes(graph: fx.Graph, uses: MemoryAccesses) -> list[list[fx.Nod
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
+        if node in together and any(map(_graph_of, node.all_input_nodes)):
+            together.add_edges_from((node, user) for user in node.users)  # takes one of its tensors
     before = uses.predecessors()
     while True:
         groups = [set(group) for group in nx.connected_components(together)]
         for group in groups:
             more = uses.inseparable(group) | _between(before, group)
-            # A group gives tensors, no tuples: it has what takes a tensor out of one.
-            more |= {user for node in group for user in node.users if user.target is getitem}
             nx.add_path(together, [*group, *(more - group)])
         is_same = nx.number_connected_components(together) == len(groups)
         if is_same and sum(map(len, groups)) == len(together):
