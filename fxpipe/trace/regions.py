@@ -93,6 +93,10 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
     several = list(runs)
     for number, nodes in enumerate(_of_unknown_sizes(graph, MemoryAccesses(graph_module, several))):
         name = f"values_{number}"
+        for node in nodes:
+            if node.op == "call_module" and not set(nodes).issuperset(node.users):
+                # How large its results are is learned by itself, and they would leave as a list.
+                raise whole.NotWhole(attributes[node.target], "sizes around it depend on values")
         part = _enclose(graph, attributes, nodes, name, _SIZES)
         graph_module.add_submodule(name, part)
         parts[part] = name
@@ -140,18 +144,24 @@ def _of_unknown_sizes(graph: fx.Graph, uses: MemoryAccesses) -> list[list[fx.Nod
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
-        if node in together and any(map(_graph_of, node.all_input_nodes)):
-            together.add_edges_from((node, user) for user in node.users)  # takes one of its tensors
     before = uses.predecessors()
     while True:
         groups = [set(group) for group in nx.connected_components(together)]
         for group in groups:
             more = uses.inseparable(group) | _between(before, group)
+            more |= _taking_parts(group)
             nx.add_path(together, [*group, *(more - group)])
         is_same = nx.number_connected_components(together) == len(groups)
         if is_same and sum(map(len, groups)) == len(together):
             break
     return _one_after_the_other(graph, groups, before)
+
+
+def _taking_parts(group: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that take one tensor each out of what an operator of a group gives: the group is to
+    give tensors, no tuples."""
+    operators = (node for node in group if node.op == "call_function")
+    return {user for node in operators for user in node.users if user.target is getitem}
 
 
 def _between(before: dict[fx.Node, set[fx.Node]], group: set[fx.Node]) -> set[fx.Node]:
