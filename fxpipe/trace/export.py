@@ -38,7 +38,7 @@ from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent, tensor_hooks
 from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
-from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, has_size_by_values
+from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, sized_by_values
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
@@ -313,6 +313,7 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
 
     The inputs have different batch sizes that the model takes: small ones, since a run may take
     long; if it takes fewer than two of these, the example's size and its double are tried as well.
+    One run has the last rows, as those that come first may be as large as each other by chance.
     Where no input has a batch dimension, the values are varied in place of the size: every row then
     equals the first one, or the last.
     """
@@ -322,12 +323,21 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
         ways = [list(example.tensors), *alike]
     else:
         ways = [example.resized(size) for size in (2, 3, 5)]
+        ways += [_last_rows(example, 2)] if batch > 2 else []
     taken = [tensors for tensors in ways if _takes(example, tensors, traced)]
     if batch is not None and len(taken) < 2:
         larger = (example.resized(size) for size in sorted({max(batch, 2), 2 * batch} - {2, 3, 5}))
         taken += [tensors for tensors in larger if _takes(example, tensors, traced)]
     for tensors in taken:
         yield partial(_call, example, tensors, traced)
+
+
+def _last_rows(example: Example, count: int) -> list[Tensor]:
+    """The example's tensors, of as many of their last rows."""
+    return [
+        tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - count, count)
+        for tensor, dim in zip(example.tensors, example.batch_dims, strict=True)
+    ]
 
 
 def _like_row(tensor: Tensor, row: int) -> Tensor:
@@ -500,10 +510,11 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
     tensors; None if no size does. The cut, the costs and the micro-batches need sizes that are
     known before the model runs."""
     for node in graph_module.graph.nodes:
-        if has_size_by_values(node):
-            paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        for sized in sized_by_values(node):
+            meta = node.meta if sized is node else _without_wrapper(sized.meta)
+            paths = [path for path, _ in meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
-            frame = model_frame(node.stack_trace)
+            frame = model_frame(sized.stack_trace)
             where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
             return whole.Blamed(
                 owner, f"a number, or the size of a tensor, depends on values of tensors{where}"

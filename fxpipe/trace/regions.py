@@ -11,11 +11,15 @@ could not be cut into different stages, or run one by one.
     _vmap_decrement_nesting      torch.vmap: they become one node together (so with torch.func.jvp)
 
 Such a group becomes a module, which takes all tensors that it needs as inputs, parameters too.
+
+    k = linear(x)                in-place writes to memory that the group uses keep their place in
+    k[:, :3] = 0                 the order of the graph: between operators of the group, or ahead of
+    k[k < 0] *= 0.1              one that writes to the same memory, they become part of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -24,9 +28,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe.ir._torch import TRANSFORM_BEGINS, TRANSFORM_ENDS, schema_of
+from fxpipe.ir._torch import TRANSFORM_BEGINS, TRANSFORM_ENDS
 from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
+from fxpipe.trace.memory import MemoryAccesses
 
 aten = torch.ops.aten
 
@@ -85,13 +90,18 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
         if n.op in ("get_attr", "call_module")
     }
     parts: dict[nn.Module, str] = {}
-    for number, nodes in enumerate(_of_unknown_sizes(graph)):
+    several = list(runs)
+    for number, nodes in enumerate(_of_unknown_sizes(graph, MemoryAccesses(graph_module, several))):
         name = f"values_{number}"
+        for node in nodes:
+            if node.op == "call_module" and not set(nodes).issuperset(node.users):
+                # How large its results are is learned by itself, and they would leave as a list.
+                raise whole.NotWhole(attributes[node.target], "sizes around it depend on values")
         part = _enclose(graph, attributes, nodes, name, _SIZES)
         graph_module.add_submodule(name, part)
         parts[part] = name
     graph_module.recompile()
-    for name, call in whole.seen(parts, runs).items():
+    for name, call in whole.seen(parts, several).items():
         graph_module.add_submodule(name, whole.Whole(call))
 
 
@@ -102,58 +112,97 @@ def has_size_by_values(node: fx.Node) -> bool:
     ``h * torch.bincount(labels, minlength=5)``, where ``h`` has five columns, that there are five
     counts. The operator needs values then, too, and those that use its result do not.
     """
+    return bool(sized_by_values(node))
+
+
+def sized_by_values(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose sizes depend on values: the node itself or, of a part of the model that is a
+    graph within the graph, such as what runs under ``torch.no_grad``, nodes of that graph."""
+    graphs = [_graph_of(each) for each in node.all_input_nodes]
+    if inner := [n for graph in graphs if graph for e in graph.nodes for n in sized_by_values(e)]:
+        return inner
     kind = getattr(node.target, "overloadpacket", None)
-    return kind in _COUNTS or bool(free_unbacked_symbols(node.meta.get("val")))
+    return [node] if kind in _COUNTS or free_unbacked_symbols(node.meta.get("val")) else []
 
 
-def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
+def _graph_of(node: fx.Node) -> fx.Graph | None:
+    """The graph that a node reads from an attribute of its module, to give it to an operator."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    value = attrgetter(str(node.target))(node.graph.owning_module)
+    return value.graph if isinstance(value, fx.GraphModule) else None
+
+
+def _of_unknown_sizes(graph: fx.Graph, uses: MemoryAccesses) -> list[list[fx.Node]]:
     """The nodes that give or take a value of unknown size, or give one whose size depends on
-    values, in connected groups, in the graph's order. A group also has the nodes on paths between
-    its members, so that every other node can run either before the whole group or after it."""
+    values, in connected groups. A group also has the nodes on paths between its members, so that
+    every other node can run either before the whole group or after it, and the nodes that write to
+    the same memory. The nodes of each group are made to follow each other in the graph."""
     unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
     together: nx.Graph[fx.Node] = nx.Graph()
     together.add_nodes_from(node for node in graph.nodes if has_size_by_values(node))
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
-    for node in list(together):  # a tensor that the group writes to has to be made in the group
-        together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
+    before = uses.predecessors()
     while True:
         groups = [set(group) for group in nx.connected_components(together)]
         for group in groups:
-            nx.add_path(together, [*group, *(_between(graph, group) - group)])
+            more = uses.inseparable(group) | _between(before, group)
+            more |= _taking_parts(group)
+            nx.add_path(together, [*group, *(more - group)])
         is_same = nx.number_connected_components(together) == len(groups)
         if is_same and sum(map(len, groups)) == len(together):
             break
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    ordered = (sorted(group, key=position.__getitem__) for group in groups)
-    return sorted(ordered, key=lambda group: position[group[0]])
+    return _one_after_the_other(graph, groups, before)
 
 
-def _between(graph: fx.Graph, group: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a group, and all nodes on a path of the graph from one of them to another."""
-    after, before = set(group), set(group)
-    for node in graph.nodes:
-        if not after.isdisjoint(node.all_input_nodes):
+def _taking_parts(group: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that take one tensor each out of what an operator of a group gives: the group is to
+    give tensors, no tuples."""
+    operators = (node for node in group if node.op == "call_function")
+    return {user for node in operators for user in node.users if user.target is getitem}
+
+
+def _between(before: dict[fx.Node, set[fx.Node]], group: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a group, and all nodes that have to come after one of them and before another,
+    by the nodes that have to come before each node of a graph, in the graph's order."""
+    after, ahead = set(group), set(group)
+    for node, earlier in before.items():
+        if not after.isdisjoint(earlier):
             after.add(node)
-    for node in reversed(graph.nodes):
-        if not before.isdisjoint(node.users):
-            before.add(node)
-    return after & before
+    for node in reversed(before):
+        if node in ahead:
+            ahead |= before[node]
+    return after & ahead
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes to in place, by its schema."""
-    schema = schema_of(node.target)
-    if schema is None or not schema.is_mutable:
-        return []
-    named = {a.name: a for a in schema.arguments}
-    given = {**dict(zip(named, node.args, strict=False)), **node.kwargs}
-    return [
-        value
-        for name, value in given.items()
-        if isinstance(value, fx.Node) and (info := named[name].alias_info) and info.is_write
-    ]
+def _one_after_the_other(
+    graph: fx.Graph, groups: Sequence[set[fx.Node]], before: Mapping[fx.Node, set[fx.Node]]
+) -> list[list[fx.Node]]:
+    """Sort the nodes of a graph so that those of each group follow each other, where the last of
+    them stands: nodes in between that have to come after one of the group are moved behind it.
+
+    Returns the groups, and the nodes of each, in the graph's order.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    members = {node: [node] for node in position}
+    for group in groups:
+        ordered = sorted(group, key=position.__getitem__)
+        members |= dict.fromkeys(ordered, ordered)
+    order: nx.DiGraph[fx.Node] = nx.DiGraph()
+    for node, earlier in before.items():
+        last = members[node][-1]
+        order.add_node(last)
+        order.add_edges_from((members[n][-1], last) for n in earlier if members[n][-1] is not last)
+    stands_for = list(nx.lexicographical_topological_sort(order, position.__getitem__))
+    output = graph.output_node()
+    for last in stands_for:
+        for node in members[last]:
+            if node is not output:
+                output.prepend(node)
+    chosen = {max(group, key=position.__getitem__) for group in groups}
+    return [members[last] for last in stands_for if last in chosen]
 
 
 def _enclose(
@@ -163,7 +212,8 @@ def _enclose(
     name: str,
     why: tuple[str, str],
 ) -> nn.Module:
-    """Replace nodes by one node that calls a module of this name; return the module.
+    """Replace nodes, which follow each other in the graph but for reads of the model's tensors, by
+    one node that calls a module of this name; return the module.
 
     The module takes tensors only, and gives a list of tensors: sizes that it needs are computed
     again inside, from the tensors that have them. ``why`` is kept in the metadata of the node, for
@@ -198,7 +248,6 @@ def _enclose(
     module = attributes[name] = fx.GraphModule(attributes, inside, name)
 
     last = nodes[-1]
-    _move_behind(last, nodes)
     with graph.inserting_after(last):
         call = graph.create_node("call_module", name, tuple(inputs), name=name)
     call.meta = {key: last.meta[key] for key in _KEPT if key in last.meta} | {WHOLE: why}
@@ -211,17 +260,3 @@ def _enclose(
     for node in reversed(nodes):
         graph.erase_node(node)
     return module
-
-
-def _move_behind(last: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Move those nodes that stand between ``nodes`` and depend on one of them to behind ``last``,
-    the last of ``nodes``: the node that replaces ``nodes`` is going to stand there."""
-    needing, between = set(nodes), []
-    node = nodes[0]
-    while node is not last:
-        if node not in needing and not needing.isdisjoint(node.all_input_nodes):
-            needing.add(node)
-            between.append(node)
-        node = node.next
-    for node in reversed(between):
-        last.append(node)

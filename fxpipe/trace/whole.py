@@ -143,7 +143,13 @@ class Call:
             seen = zip(*(tensor.shape for tensor in made), strict=True)
             sizes = tuple(_size(each, given) for each in seen)
             if None in sizes:
-                raise NotWhole(module, "the sizes of its outputs do not follow from its inputs'")
+                raise NotWhole(
+                    module,
+                    "the sizes of its outputs depend on more than the sizes of its inputs; pad "
+                    "them to a fixed size, in a module of its own that has all of this (with "
+                    "packed sequences: that packs them, and pads what comes of them by "
+                    "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))",
+                )
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
         work = _FlopsRule.from_runs(runs)

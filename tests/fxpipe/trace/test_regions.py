@@ -119,6 +119,176 @@ def test_all_values_that_a_result_needs_may_be_none():
     torch.testing.assert_close(graph.rebuild(graph.graph_module(x, none)), model(x, none))
 
 
+class FilledAhead(Layers):
+    """Writes to a view, and then to what a mask of the same memory selects."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.first(x)
+        k[:, :3].fill_(0)
+        k[k < 0] *= 0.1
+        return self.last(k * 2)
+
+
+class Assembled(Layers):
+    """Makes a tensor of parts, before some of its rows are computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 2, 6)
+        h[:, 0], h[:, 1] = self.first(x), self.inner(x)
+        mask = h.sum(-1) > 0
+        h[mask] = self.last(h[mask])
+        return h.sum(1)
+
+
+class FilledBetween(Layers):
+    """Reads values of its memory, writes to it, and reads again what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.first(x)
+        mean = k[k > 0].sum()
+        k[:, :3] = 0
+        k[k > 0] *= 2
+        return self.last(k) + mean + self.inner(k)
+
+
+class FilledBehind(Layers):
+    """Writes to a view of what it has selected from; a view made ahead sees all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.first(x)
+        ahead = k.view(-1, 2, 3)
+        k[k < 0] *= 0.1
+        k.view(-1, 3, 2)[:, 0] += 1
+        return self.last(self.inner(k)) + ahead.flatten(1)
+
+
+class OfView(Layers):
+    """Selects from a view of what is written to before and after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.first(x)
+        k.add_(1)
+        part = k[:, 2:]
+        part[part < 0] = 0.5
+        total = k.sum(1, keepdim=True)
+        k.mul_(2)
+        return self.last(k) * total
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("kind", [FilledAhead, Assembled, FilledBetween, FilledBehind, OfView])
+def test_in_place_writes_keep_their_place_among_what_depends_on_values(
+    kind: type[nn.Module], lanes: int
+):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ends = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()
+        model, x = nn.Sequential(*ends[:2], kind(), *ends[2:]), torch.randn(8, 6)
+        expected = loop(model, (x,), 4)
+        model.zero_grad()
+        with fxpipe.compile(model, ["cpu"] * lanes, chunks=4, check=False) as pipe:
+            output = pipe(x)
+            loss_of(output).backward()
+        torch.testing.assert_close(output, expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(gradients(model), expected[1])
+
+
+def test_a_write_ahead_of_one_that_depends_on_values_is_part_of_the_call():
+    gm = trace(FilledAhead(), (torch.randn(8, 6),)).graph_module
+    part = gm.get_submodule("values_0")
+    assert isinstance(part, Whole)
+    assert_expected_inline(
+        format_graph(part.module),
+        """\
+x: input
+first_weight: input
+first_bias: input
+linear = aten.linear.default(x, first_weight, first_bias)
+slice_2 = aten.slice.Tensor(linear, 1, 0, 3)
+fill_ = aten.fill_.Scalar(slice_2, 0)
+lt = aten.lt.Scalar(linear, 0)
+index = aten.index.Tensor(linear, [lt])
+mul_ = aten.mul_.Tensor(index, 0.1)
+index_put_ = aten.index_put_.default(linear, [lt], mul_)
+return [index_put_]
+""",
+    )
+
+
+def test_a_write_that_a_selection_reads_stays_ahead_of_it():
+    class Read(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            k = self.first(x)
+            k[:, 0].fill_(1)
+            total = x.new_zeros(6)
+            total[0] = k[k > 0].sum()
+            return self.last(k) * total
+
+    gm = trace(Read(), (torch.randn(8, 6),)).graph_module
+    assert_expected_inline(
+        format_graph(gm),
+        """\
+x: input
+first_weight = self.first.weight
+first_bias = self.first.bias
+last_weight = self.last.weight
+last_bias = self.last.bias
+linear = aten.linear.default(x, first_weight, first_bias)
+select = aten.select.int(linear, 1, 0)
+fill_ = aten.fill_.Scalar(select, 1)
+new_zeros = aten.new_zeros.default(x, [6], pin_memory=False)
+gt = aten.gt.Scalar(linear, 0)
+values_0 = values_0(linear, gt)
+getitem = values_0[0]
+select_1 = aten.select.int(new_zeros, 0, 0)
+copy_ = aten.copy_.default(select_1, getitem)
+linear_1 = aten.linear.default(linear, last_weight, last_bias)
+mul = aten.mul.Tensor(linear_1, new_zeros)
+return (mul,)
+""",
+    )
+
+
+class WithoutGradients(Layers):
+    """Computes distances as PointNet++ samples its points, and writes to what has gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            nearest = torch.full_like(x, 0.5)
+            is_nearer = x < nearest
+            nearest[is_nearer] = x[is_nearer]
+            y[is_nearer] = 0.1
+        largest, where = y.max(1)
+        return self.last(self.inner(nearest) + y) * largest[:, None] + where[:, None]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_sizes_may_follow_from_values_where_gradients_are_off(tracer: str, lanes: int):
+    model, x = WithoutGradients(), torch.randn(8, 6)
+    expected = loop(model, (x,), 4)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * lanes, chunks=4, tracer=tracer, check=False) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+    torch.testing.assert_close(output, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+class KeptWithoutGradients(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x[mask] * 3
+
+
+def test_a_size_by_values_where_gradients_are_off_is_refused_with_the_line():
+    x, mask = inputs()
+    mask[0], mask[1:] = False, True
+    with pytest.raises(TraceError, match=r"(?s)export: .*test_regions.py.*x\[mask\] \* 3"):
+        fxpipe.compile(KeptWithoutGradients(), ["cpu"]).prepare(x, mask)
+
+
 class Kept(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x[mask] * 2

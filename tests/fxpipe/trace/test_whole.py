@@ -503,3 +503,37 @@ def test_rows_that_are_packed_within_it_cost_the_flops_of_the_recurrent_layer(
     for name in ("first", "second"):
         assert costs[name].flops == flops
         assert costs[name].backward_flops == 2 * flops
+
+
+class LastOfPacked(nn.Module):
+    """Packs rows of several lengths in its own forward, and uses the last state of each."""
+
+    def __init__(self, padded: bool = False) -> None:
+        super().__init__()
+        self.lstm, self.head, self.padded = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3), padded
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, self.padded)
+        output, (last, _) = self.lstm(packed)
+        if not self.padded:
+            return self.head(last[-1])
+        total = x.shape[1]
+        return self.head(
+            nn.utils.rnn.pad_packed_sequence(output, True, total_length=total)[0],
+        )
+
+
+def test_a_size_that_the_first_rows_share_by_chance_is_not_taken_as_fixed():
+    torch.manual_seed(0)
+    model, x = LastOfPacked(), torch.randn(8, 7, 6)
+    lengths = torch.tensor([7, 3, 5, 1, 7, 6, 2, 4])  # the last two rows are shorter
+    with fxpipe.compile(model, ["cpu", "cpu"], chunks=4) as pipe:
+        torch.testing.assert_close(pipe(x, lengths), model(x, lengths))
+
+
+def test_packed_sequences_that_cannot_leave_a_layer_are_refused_with_what_to_do():
+    lengths = torch.tensor([7, 6, 5, 4, 3, 2, 2, 1])
+    with pytest.raises(
+        TraceError, match=r"LSTM cannot be kept whole: .*in a module of its own .*total_length="
+    ):
+        fxpipe.compile(LastOfPacked(padded=True), ["cpu"]).prepare(torch.randn(8, 7, 6), lengths)
