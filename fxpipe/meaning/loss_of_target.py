@@ -32,6 +32,7 @@ from fxpipe.meaning.compare import computed_with, difference, dtypes_of
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss_gradient import LossGradient, apart_in_the_gradient, gradient_of
 from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -47,7 +48,16 @@ from fxpipe.meaning.weights import (
 )
 from fxpipe.meaning.widened import Widened, without_autocast
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
+from fxpipe.runtime.microbatch import (
+    LISTED,
+    SUM,
+    WEIGHTED,
+    Dim,
+    InDim,
+    ListOfRows,
+    numbers,
+    shares,
+)
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 
@@ -360,7 +370,8 @@ class _LossOfTarget:
 
     def _dim_by(self, verdict: Verdict) -> Dim:
         asked = self.asked
-        self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
+        sample = verdict.trial
+        self.is_clear = sample is not None and LOSS not in verdict.unclear
         if self.is_clear and asked.check and not verdict.problems:
             for trial in self._of_all_rows({n for each in verdict.trials for n in each.sizes}):
                 problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
@@ -398,13 +409,56 @@ class _LossOfTarget:
             if text := otherwise or self._about(verdict):
                 self.note = text.replace(LOSS, "the loss", 1)
                 asked.warn(self.note)
+        dim: Dim = SUM if verdict.outputs.get(LOSS) == SUM else None
         if asked.loss_weight is not None:
-            return dim_of(asked.loss_weight)
+            dim = dim_of(asked.loss_weight)
         is_first = bool(asked.check) and self.is_clear and not asked.is_again
-        if is_first and not verdict.problems and self._is_another_after_calls(verdict):
+        if not is_first or verdict.problems:
+            return dim
+        is_said = asked.loss_weight is not None
+        if not is_said and self._is_another_after_calls(verdict):
             self.note = messages.another_after_calls()
             asked.warn(self.note)
-        return SUM if verdict.outputs.get(LOSS) == SUM else None
+        elif sample is not None and (text := self._in_the_gradient(sample, dim)):
+            self.note = text
+            asked.warn(self.note)
+        return dim
+
+    def _in_the_gradient(self, trial: Trial, dim: Dim) -> str:
+        """What to say of a loss whose value is that of its parts, put together in this way, and
+        whose gradient is not; "" if that is so as well, or if it has none."""
+        if self.asking.listed is not None or not self.asked.training:
+            return ""  # rows of lists have no dimension along which gradients are joined
+        parts, by = trial.each(self.dims), (1.0,) * len(trial.sizes)
+        if dim != SUM:
+            weigh = self.asked.loss_weight if dim == WEIGHTED else None
+            weights = numbers([*map(self.weigh(weigh), parts)]) if weigh else [*trial.sizes]
+            if not any(weights):
+                return ""
+            by = shares(weights)
+        try:
+            apart = apart_in_the_gradient(self._gradient, trial, self.dims, by, self.out_dims)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""  # it has no backward
+        return "" if apart is None else messages.in_the_gradient_of_the_loss(apart, trial.sizes)
+
+    def _gradient(self, tensors: list[Tensor]) -> LossGradient:
+        """The loss of outputs as the check has compared it, with its gradient."""
+        found: list[LossGradient] = []
+        loss, before = self.loss, self.with_gradients
+
+        def noted(output: Any, target: Any) -> Any:
+            found.append(gradient_of(loss, output, target))
+            return found[-1].value
+
+        self._call, self.with_gradients = noted, True
+        try:
+            (self.run_apart if self.out_dims else self.run)(tensors)
+        finally:
+            self._call, self.with_gradients = loss, before
+        return found[-1]
 
     def _is_another_after_calls(self, verdict: Verdict) -> bool:
         """Whether the loss of a sample is another one if the loss function has been called ahead of

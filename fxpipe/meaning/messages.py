@@ -374,6 +374,22 @@ def another_after_calls() -> str:
     )
 
 
+def in_the_gradient_of_the_loss(apart: Difference, sizes: Sequence[int]) -> str:
+    """The warning for a ``loss_fn`` whose value is put together as it is to be, and whose gradient
+    is not. ``sizes``: those of the parts of the sample."""
+    return (
+        "the losses of micro-batches make that of the whole batch, but their gradients do not make "
+        f"its gradient: with respect to the output, that of {sum(sizes)} rows differs by {apart} "
+        f"from those of {' and '.join(map(str, sizes))} of them. In loss_fn the gradient of a row "
+        "depends on other rows: on a number of all rows that it detaches (or computes under "
+        "torch.no_grad()), by a hook, or by a torch.autograd.Function of its own. A step computes "
+        "it of the rows of each micro-batch, as gradient accumulation does. To get the gradient of "
+        "the whole batch, call loss_fn(pipe(x), target) and its backward in place of a "
+        "step; or give chunks=1; or have loss_fn compute that of each row alone, or take a number "
+        "that does not depend on the batch"
+    )
+
+
 def put_together_from_now_on(path: str, was_sum: bool) -> str:
     """The warning for a mean over the rows that has become a sum, or the other way round."""
     before, now = ("sum", "mean") if was_sum else ("mean", "sum")
