@@ -383,6 +383,8 @@ class _LossOfTarget:
             # Micro-batches would be given other parts, whatever the user accepts or says.
             self.note = otherwise
             refuse(replace(asked, check=asked.check or "warn"), otherwise)
+        if verdict.trial is None and asked.check and asked.loss_weight is not None:
+            verdict = self._at_own_sizes(verdict)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:
@@ -459,6 +461,25 @@ class _LossOfTarget:
         finally:
             self._call, self.with_gradients = loss, before
         return found[-1]
+
+    def _at_own_sizes(self, verdict: Verdict) -> Verdict:
+        """The verdict of the mini-batch as a step cuts it, for a loss that does not take the sizes
+        of samples, since it takes so many rows together, as groups of four: what the user has said
+        of it can be checked so. Without such a sample it is the given verdict."""
+        for trial in self._of_all_rows(()):
+            if not isinstance(trial.whole.get(LOSS), Tensor):
+                continue
+            wrong = {dim: confirmed(trial, LOSS, dim) for dim in (None, SUM)}
+            fitting = [dim for dim, problem in wrong.items() if problem is None]
+            problem = None if fitting else wrong[None]
+            return replace(
+                verdict,
+                trials=[trial],
+                outputs={LOSS: fitting[0]} if fitting else {},
+                unclear={LOSS} if len(fitting) > 1 else set(),
+                problems=[problem] if problem else [],
+            )
+        return verdict
 
     def _is_another_after_calls(self, verdict: Verdict) -> bool:
         """Whether the loss of a sample is another one if the loss function has been called ahead of
