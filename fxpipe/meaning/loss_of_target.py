@@ -3,7 +3,6 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -60,6 +59,7 @@ from fxpipe.runtime.microbatch import (
 )
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
+from fxpipe.trace.patches import unwarned
 
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
@@ -269,7 +269,13 @@ class _LossOfTarget:
     ) -> Any:
         # The loss may draw random numbers, and count its calls, say.
         recording = torch.set_grad_enabled(self.with_gradients)
-        quietly = untouched(self.model), stirred(self._values), self._left_as_it_was(), recording
+        quietly = (
+            unwarned(),
+            untouched(self.model),
+            stirred(self._values),
+            self._left_as_it_was(),
+            recording,
+        )
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
@@ -558,9 +564,7 @@ class _LossOfTarget:
         other.output_of = self.output_of  # the model need not run again for another target
         for place, dim in dims.items():
             other.dims[self.count + place] = dim
-        with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
-            warnings.simplefilter("ignore")
-            verdict = other.verdict()
+        verdict = other.verdict()
         return verdict.is_exact and LOSS not in verdict.unclear
 
     def _cut_as_rows(self) -> dict[int, str]:
@@ -583,7 +587,7 @@ class _LossOfTarget:
 
         def run(tensors: list[Tensor]) -> Any:
             output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
-            with self.ambient.applied(), untouched(self.model), self._left_as_it_was():
+            with unwarned(), self.ambient.applied(), untouched(self.model), self._left_as_it_was():
                 return self.loss(output, self.filled(tensors))
 
         return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))
