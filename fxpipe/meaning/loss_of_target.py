@@ -545,27 +545,41 @@ class _LossOfTarget:
 
     def _needed_whole(self, names: Mapping[int, str]) -> str:
         """The message for tensors that have as many elements as the batch has rows, where the
-        losses of micro-batches make that of the whole batch only if each is given all of them; ""
-        if there are none."""
-        has_batch = self.target.has_batch
-        for count in (1, 2) if len(names) > 1 else ():
-            for some in combinations(names, count):
-                kept = [is_cut and i not in some for i, is_cut in enumerate(has_batch)]
-                if self._makes_the_whole(replace(self.target, has_batch=kept), {}):
-                    rows = rows_in(self.named, self.own) or 0
-                    return messages.needed_whole([names[i] for i in some], rows)
-        return ""
+        losses of micro-batches make that of the whole batch only if each is given all of them, or
+        where the loss does not take a micro-batch otherwise; "" if there are none."""
+        has_batch, rows = self.target.has_batch, rows_in(self.named, self.own) or 0
+        ways = [
+            (some, replace(self.target, has_batch=kept))
+            for count in ((1, 2) if len(names) > 1 else ())
+            for some in combinations(names, count)
+            for kept in [[is_cut and i not in some for i, is_cut in enumerate(has_batch)]]
+        ]
+        verdicts = {}
+        for some, target in ways:
+            verdict = verdicts[some] = self._verdict_of(target, {})
+            if verdict.is_exact and LOSS not in verdict.unclear:
+                return messages.needed_whole([names[i] for i in some], rows)
+        # It need not be a mean over the rows then: weights of classes make a mean by these.
+        taking = [some for some, verdict in verdicts.items() if verdict.trial is not None]
+        alone = [some for some in taking if len(some) == 1] or taking
+        if len(alone) != 1 or self._is_taken_in_a_step():
+            return ""
+        return messages.needed_whole([names[i] for i in alone[0]], rows, is_taken=False)
 
     def _makes_the_whole(self, target: Targets, dims: Mapping[int, int]) -> bool:
         """Whether the losses of micro-batches make that of the whole batch with a target that is
-        cut otherwise. ``dims``: the dimensions of some of its tensors, by their places in
-        ``places``, that are not the first ones."""
+        cut otherwise, see :meth:`_verdict_of`."""
+        verdict = self._verdict_of(target, dims)
+        return verdict.is_exact and LOSS not in verdict.unclear
+
+    def _verdict_of(self, target: Targets, dims: Mapping[int, int]) -> Verdict:
+        """The verdict with a target that is cut otherwise. ``dims``: the dimensions of some of its
+        tensors, by their places in ``places``, that are not the first ones."""
         other = self._with_target(target)
         other.output_of = self.output_of  # the model need not run again for another target
         for place, dim in dims.items():
             other.dims[self.count + place] = dim
-        verdict = other.verdict()
-        return verdict.is_exact and LOSS not in verdict.unclear
+        return other.verdict()
 
     def _cut_as_rows(self) -> dict[int, str]:
         """The tensors of the target that are cut into micro-batches, by their places in it: what to

@@ -288,16 +288,19 @@ def unclear(path: str) -> str:
     )
 
 
-def needed_whole(names: Sequence[str], rows: int) -> str:
+def needed_whole(names: Sequence[str], rows: int, is_taken: bool = True) -> str:
     """The message for tensors of a target that have as many elements as the batch has rows, and of
-    which each micro-batch needs all. ``names``: what to write for them."""
+    which each micro-batch needs all. ``names``: what to write for them. ``is_taken``: whether the
+    loss takes their parts, although these make another loss."""
     has, is_cut, them = ("has", "it is", "it") if len(names) == 1 else ("have", "they are", "them")
+    needs = "the losses of micro-batches make that of the whole batch only if each of them is given"
+    if not is_taken:
+        needs = "loss_fn takes a micro-batch only if it is given"
     return (
         f"{' and '.join(names)} {has} {rows} elements along the first dimension, as many as the "
-        f"batch has rows, so that {is_cut} cut into micro-batches as rows are; but the losses of "
-        f"micro-batches make that of the whole batch only if each of them is given all of {them}, "
-        "as of a weight for each class. What all rows share is the loss function's, and no part of "
-        f"the target: give {them} as an attribute of loss_fn, or as an argument by "
+        f"batch has rows, so that {is_cut} cut into micro-batches as rows are; but {needs} all of "
+        f"{them}, as of a weight for each class. What all rows share is the loss function's, and "
+        f"no part of the target: give {them} as an attribute of loss_fn, or as an argument by "
         "functools.partial(loss_fn, weight=weight)"
     )
 
