@@ -274,6 +274,11 @@ def test_a_contradiction_is_refused(reduction, weight, says):
         pytest.raises(fxpipe.BatchError, match=says),
     ):
         pipe(ids, labels)
+    if reduction == "mean":  # of a loss function the weights that it needs are known
+        says = (
+            "is a mean to which rows contribute unequally, and loss_weight='sum' says that it is "
+            r"a sum: give loss_weight=fxpipe.loss_weight.tokens\(\), or let the loss be a sum"
+        )
     summed = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction=reduction)  # noqa: E731
     with (
         fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=summed, loss_weight=weight) as pipe,
