@@ -24,6 +24,7 @@ from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import (
     is_another_each_time,
     is_mean_plus_sum,
+    is_number_plus_sum,
     is_of_means,
     may_be_weighted,
 )
@@ -645,6 +646,7 @@ class _LossOfTarget:
             by,
             of_loss_fn=True,
             has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
+            has_number=not by and is_number_plus_sum(loss, trial, LOSS, self.dims),
             has_means=not by and is_of_means(loss, trial, self.dims),
             may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
         )

@@ -420,6 +420,7 @@ def across(
     *,
     of_loss_fn: bool = False,
     has_sum: bool = False,
+    has_number: bool = False,
     has_means: bool = False,
     may_be_weighted: bool = True,
 ) -> str:
@@ -430,6 +431,7 @@ def across(
             write, or "" if none is known.
         of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
         has_sum: whether it is a mean over the rows plus a sum over them.
+        has_number: whether that mean is a number that is the same for all rows.
         has_means: whether it may be made of several means.
         may_be_weighted: whether it may be a mean to which rows contribute unequally.
     """
@@ -441,6 +443,13 @@ def across(
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
             f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
+        )
+    if has_number and of_loss_fn:
+        return (
+            f"{what} It is a sum over the rows plus a number that is the same whatever rows there "
+            'are (a penalty on weights, say): give loss_weight="sum", and multiply that number by '
+            "the part of the batch's rows that the micro-batch has, len(target) / batch; or "
+            f"{otherwise}; or give chunks=1"
         )
     if has_sum:
         return (
