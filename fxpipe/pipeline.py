@@ -213,7 +213,8 @@ class Pipeline(ModelProxy):
                 as their gradients are complete, while other stages are still at work; parameters
                 that no stage has are stepped at the end. An optimizer of a class that is not in
                 ``torch.optim``, or with hooks on its step (which may clip all gradients together,
-                say), steps once, at the end. LBFGS is refused.
+                say), steps once, at the end. LBFGS is refused: it needs a closure that calls
+                this.
             zero_grad: set the gradients of the parameters to None as soon as ``optimizer`` has
                 stepped them. With "looped_bfs", whose lanes do all backwards of one stage before
                 those of the next, a lane then never holds gradients of more than one of its stages.
@@ -726,4 +727,9 @@ def _check(scaler: torch.amp.GradScaler | None, optimizers: Sequence[Any]) -> No
                 "let an optimizer of another kind step afterwards, by itself"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
+            raise ValueError(
+                "LBFGS computes the loss several times for each of its steps, so that no step of a "
+                "pipeline can contain one: leave optimizer= and zero_grad= out, and give LBFGS a "
+                "closure that calls step, as optimizer.step(lambda: (optimizer.zero_grad(), "
+                "pipe.step(x, target=y))[1])"
+            )

@@ -69,9 +69,29 @@ def is_mean_plus_sum(
     of the mean, and these what the loss of other rows has to be: of other pairs, of three rows, and
     of the whole sample.
     """
+    return _terms_of_the_mean(loss, trial, path, dims) is not None
+
+
+def is_number_plus_sum(
+    loss: Callable[[list[Tensor]], Any], trial: Trial, path: str, dims: Sequence[int | None]
+) -> bool:
+    """Whether a loss is a sum over the rows plus a number that is the same for all rows, such as a
+    penalty on weights: that is a mean over them of equal terms, see :func:`is_mean_plus_sum`."""
+    terms = _terms_of_the_mean(loss, trial, path, dims)
+    if terms is None:
+        return False
+    allowed = tolerance(trial.whole[path]) * sum(trial.sizes) * abs(trial.whole[path].item())
+    return bool(max(terms) - min(terms) <= allowed)
+
+
+def _terms_of_the_mean(
+    loss: Callable[[list[Tensor]], Any], trial: Trial, path: str, dims: Sequence[int | None]
+) -> list[float] | None:
+    """The terms of the mean over the rows of a sample in a loss that is such a mean plus a sum;
+    None if it is not."""
     rows = sum(trial.sizes)
     if rows < _ROWS:
-        return False
+        return None
 
     def of(*chosen: int) -> float:
         return float(loss(picked(trial.tensors, dims, chosen)))
@@ -89,11 +109,12 @@ def is_mean_plus_sum(
     except Exception as error:
         if not is_the_models(error):
             raise
-        return False  # it takes no single row, say
+        return None  # it takes no single row, say
     added = [one - mean for one, mean in zip(single, averaged, strict=True)]
     allowed = tolerance(trial.whole[path]) * sum(map(abs, single))
     has_both = min(abs(sum(added)), abs(sum(averaged))) > allowed
-    return has_both and all(
+    is_made_of_them = has_both and all(
         abs(sum(averaged[i] / len(group) + added[i] for i in group) - value) <= allowed
         for group, value in zip(groups, found, strict=True)
     )
+    return averaged if is_made_of_them else None

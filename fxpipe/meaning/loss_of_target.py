@@ -3,7 +3,6 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import (
     is_another_each_time,
     is_mean_plus_sum,
+    is_number_plus_sum,
     is_of_means,
     may_be_weighted,
 )
@@ -32,6 +32,7 @@ from fxpipe.meaning.compare import computed_with, difference, dtypes_of
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss_gradient import LossGradient, apart_in_the_gradient, gradient_of
 from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -47,9 +48,19 @@ from fxpipe.meaning.weights import (
 )
 from fxpipe.meaning.widened import Widened, without_autocast
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
+from fxpipe.runtime.microbatch import (
+    LISTED,
+    SUM,
+    WEIGHTED,
+    Dim,
+    InDim,
+    ListOfRows,
+    numbers,
+    shares,
+)
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
+from fxpipe.trace.patches import unwarned
 
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
@@ -259,7 +270,13 @@ class _LossOfTarget:
     ) -> Any:
         # The loss may draw random numbers, and count its calls, say.
         recording = torch.set_grad_enabled(self.with_gradients)
-        quietly = untouched(self.model), stirred(self._values), self._left_as_it_was(), recording
+        quietly = (
+            unwarned(),
+            untouched(self.model),
+            stirred(self._values),
+            self._left_as_it_was(),
+            recording,
+        )
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
@@ -360,7 +377,8 @@ class _LossOfTarget:
 
     def _dim_by(self, verdict: Verdict) -> Dim:
         asked = self.asked
-        self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
+        sample = verdict.trial
+        self.is_clear = sample is not None and LOSS not in verdict.unclear
         if self.is_clear and asked.check and not verdict.problems:
             for trial in self._of_all_rows({n for each in verdict.trials for n in each.sizes}):
                 problem = confirmed(trial, LOSS, verdict.outputs.get(LOSS))
@@ -372,6 +390,8 @@ class _LossOfTarget:
             # Micro-batches would be given other parts, whatever the user accepts or says.
             self.note = otherwise
             refuse(replace(asked, check=asked.check or "warn"), otherwise)
+        if verdict.trial is None and asked.check and asked.loss_weight is not None:
+            verdict = self._at_own_sizes(verdict)
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             if callable(asked.loss_weight) and verdict.trial is not None:
@@ -380,6 +400,10 @@ class _LossOfTarget:
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
             if wrong:
                 self.note = wrong.replace(LOSS, "loss_fn", 1)
+                # Where samples differ, it has passed for a mean over the rows by its shape alone.
+                is_told_apart = asked.loss_weight != SUM or not verdict.problems
+                if asked.check and not is_told_apart and (by := self._remedy(verdict)):
+                    self.note = messages.no_sum(by)
                 refuse(asked, self.note)
         elif verdict.trial is None or LOSS in verdict.unclear:
             if verdict.trial is None and not self._is_taken_in_a_step():
@@ -398,13 +422,75 @@ class _LossOfTarget:
             if text := otherwise or self._about(verdict):
                 self.note = text.replace(LOSS, "the loss", 1)
                 asked.warn(self.note)
+        dim: Dim = SUM if verdict.outputs.get(LOSS) == SUM else None
         if asked.loss_weight is not None:
-            return dim_of(asked.loss_weight)
+            dim = dim_of(asked.loss_weight)
         is_first = bool(asked.check) and self.is_clear and not asked.is_again
-        if is_first and not verdict.problems and self._is_another_after_calls(verdict):
+        if not is_first or verdict.problems:
+            return dim
+        is_said = asked.loss_weight is not None
+        if not is_said and self._is_another_after_calls(verdict):
             self.note = messages.another_after_calls()
             asked.warn(self.note)
-        return SUM if verdict.outputs.get(LOSS) == SUM else None
+        elif sample is not None and (text := self._in_the_gradient(sample, dim)):
+            self.note = text
+            asked.warn(self.note)
+        return dim
+
+    def _in_the_gradient(self, trial: Trial, dim: Dim) -> str:
+        """What to say of a loss whose value is that of its parts, put together in this way, and
+        whose gradient is not; "" if that is so as well, or if it has none."""
+        if self.asking.listed is not None or not self.asked.training:
+            return ""  # rows of lists have no dimension along which gradients are joined
+        parts, by = trial.each(self.dims), (1.0,) * len(trial.sizes)
+        if dim != SUM:
+            weigh = self.asked.loss_weight if dim == WEIGHTED else None
+            weights = numbers([*map(self.weigh(weigh), parts)]) if weigh else [*trial.sizes]
+            if not any(weights):
+                return ""
+            by = shares(weights)
+        try:
+            apart = apart_in_the_gradient(self._gradient, trial, self.dims, by, self.out_dims)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""  # it has no backward
+        return "" if apart is None else messages.in_the_gradient_of_the_loss(apart, trial.sizes)
+
+    def _gradient(self, tensors: list[Tensor]) -> LossGradient:
+        """The loss of outputs as the check has compared it, with its gradient."""
+        found: list[LossGradient] = []
+        loss, before = self.loss, self.with_gradients
+
+        def noted(output: Any, target: Any) -> Any:
+            found.append(gradient_of(loss, output, target))
+            return found[-1].value
+
+        self._call, self.with_gradients = noted, True
+        try:
+            (self.run_apart if self.out_dims else self.run)(tensors)
+        finally:
+            self._call, self.with_gradients = loss, before
+        return found[-1]
+
+    def _at_own_sizes(self, verdict: Verdict) -> Verdict:
+        """The verdict of the mini-batch as a step cuts it, for a loss that does not take the sizes
+        of samples, since it takes so many rows together, as groups of four: what the user has said
+        of it can be checked so. Without such a sample it is the given verdict."""
+        for trial in self._of_all_rows(()):
+            if not isinstance(trial.whole.get(LOSS), Tensor):
+                continue
+            wrong = {dim: confirmed(trial, LOSS, dim) for dim in (None, SUM)}
+            fitting = [dim for dim, problem in wrong.items() if problem is None]
+            problem = None if fitting else wrong[None]
+            return replace(
+                verdict,
+                trials=[trial],
+                outputs={LOSS: fitting[0]} if fitting else {},
+                unclear={LOSS} if len(fitting) > 1 else set(),
+                problems=[problem] if problem else [],
+            )
+        return verdict
 
     def _is_another_after_calls(self, verdict: Verdict) -> bool:
         """Whether the loss of a sample is another one if the loss function has been called ahead of
@@ -464,29 +550,41 @@ class _LossOfTarget:
 
     def _needed_whole(self, names: Mapping[int, str]) -> str:
         """The message for tensors that have as many elements as the batch has rows, where the
-        losses of micro-batches make that of the whole batch only if each is given all of them; ""
-        if there are none."""
-        has_batch = self.target.has_batch
-        for count in (1, 2) if len(names) > 1 else ():
-            for some in combinations(names, count):
-                kept = [is_cut and i not in some for i, is_cut in enumerate(has_batch)]
-                if self._makes_the_whole(replace(self.target, has_batch=kept), {}):
-                    rows = rows_in(self.named, self.own) or 0
-                    return messages.needed_whole([names[i] for i in some], rows)
-        return ""
+        losses of micro-batches make that of the whole batch only if each is given all of them, or
+        where the loss does not take a micro-batch otherwise; "" if there are none."""
+        has_batch, rows = self.target.has_batch, rows_in(self.named, self.own) or 0
+        ways = [
+            (some, replace(self.target, has_batch=kept))
+            for count in ((1, 2) if len(names) > 1 else ())
+            for some in combinations(names, count)
+            for kept in [[is_cut and i not in some for i, is_cut in enumerate(has_batch)]]
+        ]
+        verdicts = {}
+        for some, target in ways:
+            verdict = verdicts[some] = self._verdict_of(target, {})
+            if verdict.is_exact and LOSS not in verdict.unclear:
+                return messages.needed_whole([names[i] for i in some], rows)
+        # It need not be a mean over the rows then: weights of classes make a mean by these.
+        taking = [some for some, verdict in verdicts.items() if verdict.trial is not None]
+        alone = [some for some in taking if len(some) == 1] or taking
+        if len(alone) != 1 or self._is_taken_in_a_step():
+            return ""
+        return messages.needed_whole([names[i] for i in alone[0]], rows, is_taken=False)
 
     def _makes_the_whole(self, target: Targets, dims: Mapping[int, int]) -> bool:
         """Whether the losses of micro-batches make that of the whole batch with a target that is
-        cut otherwise. ``dims``: the dimensions of some of its tensors, by their places in
-        ``places``, that are not the first ones."""
+        cut otherwise, see :meth:`_verdict_of`."""
+        verdict = self._verdict_of(target, dims)
+        return verdict.is_exact and LOSS not in verdict.unclear
+
+    def _verdict_of(self, target: Targets, dims: Mapping[int, int]) -> Verdict:
+        """The verdict with a target that is cut otherwise. ``dims``: the dimensions of some of its
+        tensors, by their places in ``places``, that are not the first ones."""
         other = self._with_target(target)
         other.output_of = self.output_of  # the model need not run again for another target
         for place, dim in dims.items():
             other.dims[self.count + place] = dim
-        with warnings.catch_warnings():  # PyTorch warns of shapes that are broadcast
-            warnings.simplefilter("ignore")
-            verdict = other.verdict()
-        return verdict.is_exact and LOSS not in verdict.unclear
+        return other.verdict()
 
     def _cut_as_rows(self) -> dict[int, str]:
         """The tensors of the target that are cut into micro-batches, by their places in it: what to
@@ -508,7 +606,7 @@ class _LossOfTarget:
 
         def run(tensors: list[Tensor]) -> Any:
             output = self.asking.runs.recorded(tensors[: self.count], lambda held, _: held.pop())
-            with self.ambient.applied(), untouched(self.model), self._left_as_it_was():
+            with unwarned(), self.ambient.applied(), untouched(self.model), self._left_as_it_was():
                 return self.loss(output, self.filled(tensors))
 
         return is_taken(run, part(self.tensors, self.dims, 0, sizes[0]))
@@ -548,6 +646,7 @@ class _LossOfTarget:
             by,
             of_loss_fn=True,
             has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
+            has_number=not by and is_number_plus_sum(loss, trial, LOSS, self.dims),
             has_means=not by and is_of_means(loss, trial, self.dims),
             may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
         )

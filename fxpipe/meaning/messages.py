@@ -288,16 +288,19 @@ def unclear(path: str) -> str:
     )
 
 
-def needed_whole(names: Sequence[str], rows: int) -> str:
+def needed_whole(names: Sequence[str], rows: int, is_taken: bool = True) -> str:
     """The message for tensors of a target that have as many elements as the batch has rows, and of
-    which each micro-batch needs all. ``names``: what to write for them."""
+    which each micro-batch needs all. ``names``: what to write for them. ``is_taken``: whether the
+    loss takes their parts, although these make another loss."""
     has, is_cut, them = ("has", "it is", "it") if len(names) == 1 else ("have", "they are", "them")
+    needs = "the losses of micro-batches make that of the whole batch only if each of them is given"
+    if not is_taken:
+        needs = "loss_fn takes a micro-batch only if it is given"
     return (
         f"{' and '.join(names)} {has} {rows} elements along the first dimension, as many as the "
-        f"batch has rows, so that {is_cut} cut into micro-batches as rows are; but the losses of "
-        f"micro-batches make that of the whole batch only if each of them is given all of {them}, "
-        "as of a weight for each class. What all rows share is the loss function's, and no part of "
-        f"the target: give {them} as an attribute of loss_fn, or as an argument by "
+        f"batch has rows, so that {is_cut} cut into micro-batches as rows are; but {needs} all of "
+        f"{them}, as of a weight for each class. What all rows share is the loss function's, and "
+        f"no part of the target: give {them} as an attribute of loss_fn, or as an argument by "
         "functools.partial(loss_fn, weight=weight)"
     )
 
@@ -351,6 +354,15 @@ def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
     )
 
 
+def no_sum(remedy: str) -> str:
+    """The message for a ``loss_fn`` that the user says to be a sum, and that is a mean to which
+    rows contribute unequally. ``remedy``: the ``loss_weight`` for it, as code."""
+    return (
+        "loss_fn is a mean to which rows contribute unequally, and loss_weight='sum' says that it "
+        f"is a sum: give loss_weight={remedy}, or let the loss be a sum"
+    )
+
+
 def another_each_time() -> str:
     """The warning for a ``loss_fn`` that cannot be compared with itself."""
     return (
@@ -374,6 +386,22 @@ def another_after_calls() -> str:
     )
 
 
+def in_the_gradient_of_the_loss(apart: Difference, sizes: Sequence[int]) -> str:
+    """The warning for a ``loss_fn`` whose value is put together as it is to be, and whose gradient
+    is not. ``sizes``: those of the parts of the sample."""
+    return (
+        "the losses of micro-batches make that of the whole batch, but their gradients do not make "
+        f"its gradient: with respect to the output, that of {sum(sizes)} rows differs by {apart} "
+        f"from those of {' and '.join(map(str, sizes))} of them. In loss_fn the gradient of a row "
+        "depends on other rows: on a number of all rows that it detaches (or computes under "
+        "torch.no_grad()), by a hook, or by a torch.autograd.Function of its own. A step computes "
+        "it of the rows of each micro-batch, as gradient accumulation does. To get the gradient of "
+        "the whole batch, call loss_fn(pipe(x), target) and its backward in place of a "
+        "step; or give chunks=1; or have loss_fn compute that of each row alone, or take a number "
+        "that does not depend on the batch"
+    )
+
+
 def put_together_from_now_on(path: str, was_sum: bool) -> str:
     """The warning for a mean over the rows that has become a sum, or the other way round."""
     before, now = ("sum", "mean") if was_sum else ("mean", "sum")
@@ -392,6 +420,7 @@ def across(
     *,
     of_loss_fn: bool = False,
     has_sum: bool = False,
+    has_number: bool = False,
     has_means: bool = False,
     may_be_weighted: bool = True,
 ) -> str:
@@ -402,6 +431,7 @@ def across(
             write, or "" if none is known.
         of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
         has_sum: whether it is a mean over the rows plus a sum over them.
+        has_number: whether that mean is a number that is the same for all rows.
         has_means: whether it may be made of several means.
         may_be_weighted: whether it may be a mean to which rows contribute unequally.
     """
@@ -413,6 +443,13 @@ def across(
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
             f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
+        )
+    if has_number and of_loss_fn:
+        return (
+            f"{what} It is a sum over the rows plus a number that is the same whatever rows there "
+            'are (a penalty on weights, say): give loss_weight="sum", and multiply that number by '
+            "the part of the batch's rows that the micro-batch has, len(target) / batch; or "
+            f"{otherwise}; or give chunks=1"
         )
     if has_sum:
         return (

@@ -28,7 +28,7 @@ from fxpipe.runtime.state import Attribute
 from fxpipe.trace import Traced, called, parameters_put_back, untouched
 from fxpipe.trace.gradients import without_saved_tensors
 from fxpipe.trace.isolation import Since
-from fxpipe.trace.patches import tensor_hooks
+from fxpipe.trace.patches import tensor_hooks, unwarned
 
 
 class ModelRuns:
@@ -217,6 +217,7 @@ class ModelRuns:
         if self._values is None:
             self._values = in_place_of_zeros(self.model)
         with (
+            unwarned(),
             stirred(self._values),
             untouched(self.model) as since,
             parameters_put_back(self.model) as written,

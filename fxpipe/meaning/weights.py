@@ -121,12 +121,13 @@ def _apart_as_said(trial: Trial, path: str, loss_weight: str) -> Problem | None:
     if not apart:
         return None
     so, other = told_apart(whole.item(), value.item())
-    sizes = " and ".join(map(str, trial.sizes))
+    sizes, few = " and ".join(map(str, trial.sizes)), 4
+    of = f"{sizes} of them" if len(trial.sizes) <= few else f"{len(trial.sizes)} micro-batches"
     kind = "sum" if loss_weight == SUM else "mean"
     text = (
         f"{path} is not the {kind} over the rows that loss_weight={loss_weight!r} says: it is {so} "
         f"for {sum(trial.sizes)} rows made from those of the example, and {other} as the {kind} of "
-        f"those of {sizes} of them"
+        f"those of {of}"
     )
     return Problem(path, text, is_scalar=True, difference=apart)
 

@@ -264,7 +264,7 @@ def without_repetitions(leaves: Mapping[str, Tensor], histories: Sequence[Any]) 
     All leaves are chosen if a history has a backward that a user has written, or hooks, either of
     which may do anything. A leaf that is missing in a history is always chosen.
     """
-    if any(not isinstance(each, tuple) or not _is_torchs(each) for each in histories):
+    if any(not isinstance(each, tuple) or not is_torchs(each) for each in histories):
         return list(leaves)
     uses = [_uses(nodes) for _, nodes in histories]
     classes: dict[Hashable, list[tuple[int, str]]] = {}
@@ -277,7 +277,8 @@ def without_repetitions(leaves: Mapping[str, Tensor], histories: Sequence[Any]) 
     return [name for name in leaves if name in ends]
 
 
-def _is_torchs(history: Any) -> bool:
+def is_torchs(history: Any) -> bool:
+    """Whether PyTorch's own operators alone make a history, so that it determines the gradients."""
     _, nodes = history
     return all(isinstance(kind, str) for kind, _, _ in nodes)
 

@@ -35,6 +35,7 @@ The table has the attribute that is patched, the function that patches it, and t
     nn.Module._call_impl                as_on_one_device  the same for modules in TorchScript
     autograd._engine_run_backward       as_on_one_device  so that a backward is in its mode, too
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
+    warnings.filters                    unwarned          to drop what checks on samples warn of
     builtins.print                      prints            to see, and drop, what the model prints
     Tensor.requires_grad                flags_read        to see which flags a forward branches by
     SymInt.__repr__, SymFloat, SymBool  texts_guarded     to guard sizes of which text is made
@@ -52,8 +53,9 @@ import io
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -252,6 +254,43 @@ class _Stderr:
     def __getattr__(self, name: str) -> Any:
         is_dropped = threading.get_ident() == self._thread
         return getattr(self._void if is_dropped else self._real, name)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Inside the ``with`` block, warnings of this thread are dropped.
+
+    A check runs the model and the loss on samples whose shapes and values are none of the user's
+    (a single row, of which no standard deviation is known; half of a batch beside a target of all
+    its rows). What such a run warns of does not hold for the user's own calls, which warn
+    themselves. A filter of ``warnings.catch_warnings`` would drop the warnings of all threads; and
+    a warning that is shown, or recorded, would count as given when a call warns of the same.
+    """
+    here = _HereOnly()
+    entry: Any = ("ignore", here, Warning, None, 0)
+    warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        here.ends()
+        with suppress(ValueError):  # another thread may have put other filters in their place
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
+class _HereOnly:
+    """Stands for the pattern of a filter of warnings: it fits all texts in the thread that has made
+    it, and none in others."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = threading.get_ident()
+
+    def ends(self) -> None:
+        """Fit no text from now on, in case a copy of the filters outlives this one."""
+        self._thread = None
+
+    def match(self, text: str) -> bool:
+        """Whether the warning with this text is dropped."""
+        return threading.get_ident() == self._thread
 
 
 # ------------------------------------------------------------------------ what the model prints

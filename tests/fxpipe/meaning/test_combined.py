@@ -93,6 +93,29 @@ def test_the_sum_in_a_loss_is_to_be_divided_by_the_number_of_rows(loss_fn):
     assert "with loss_weight=" not in text  # no weights of micro-batches make it right
 
 
+def test_a_sum_plus_a_number_is_said_to_be_one_and_what_is_advised_works():
+    penalty = nn.Parameter(torch.tensor(3.0))
+
+    def penalized(output, target):
+        return F.mse_loss(output, target, reduction="sum") + penalty.square()
+
+    text = said_of(penalized)
+    assert "a sum over the rows plus a number that is the same whatever rows there are" in text
+
+    def advised(output, target):
+        part = len(target) / len(X)
+        return F.mse_loss(output, target, reduction="sum") + penalty.square() * part
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=advised, loss_weight="sum") as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        loss = pipe.step(X, target=X)
+    torch.testing.assert_close(loss, penalized(model(X), X).detach())
+
+
 @pytest.mark.parametrize("loss_fn", [root, mean_of_weights])
 def test_a_weight_is_advised_where_one_may_help(loss_fn):
     text = said_of(loss_fn)

@@ -43,6 +43,37 @@ def test_a_weight_for_each_of_as_many_classes_as_there_are_rows_is_refused(weigh
         pipe.step(X, target=TARGET)
 
 
+@pytest.mark.parametrize("weight", [None, "rows", lambda target: target["w"][target["y"]].sum()])
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_a_weight_for_each_class_that_the_loss_takes_whole_only_is_refused(weight, chunks):
+    """It is a mean by these weights, so that no mean over the rows tells."""
+
+    def weighted(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(output, target["y"], weight=target["w"])
+
+    with (
+        fxpipe.compile(model(), TWO, chunks=chunks, loss_fn=weighted, loss_weight=weight) as pipe,
+        pytest.raises(
+            BatchError,
+            match=r"target\['w'\] has 8 elements along the first dimension, as many as the batch "
+            r"has rows, so that it is cut.*takes a micro-batch only if it is given all of it",
+        ),
+    ):
+        pipe.step(X, target={"y": X.argmax(1), "w": torch.linspace(0.5, 3, 8)})
+
+
+def test_a_loss_that_takes_groups_of_rows_is_not_said_to_need_them_whole():
+    def of_groups(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return (output.view(-1, 4, 8).mean(1).square().mean() - target["r"].view(-1, 4).mean()) ** 2
+
+    target = {"y": X[:, 0].repeat(2), "r": torch.linspace(0.5, 3, 16)}
+    with (
+        fxpipe.compile(model(), TWO, chunks=4, loss_fn=of_groups, loss_weight="rows") as pipe,
+        pytest.warns(BatchWarning, match="is not the mean over the rows"),
+    ):
+        pipe.step(X.repeat(2, 1), target=target)
+
+
 def test_what_the_message_advises_works():
     def of_labels(output: Tensor, y: Tensor, pos_weight: Tensor) -> Tensor:
         return loss_of(output, {"y": y, "pos_weight": pos_weight})

@@ -42,3 +42,13 @@ def test_autocast_keeps_no_copies_of_the_values_that_have_taken_the_place_of_zer
         with stirred(in_place_of_zeros(layer)):
             assert layer(x).any()
         assert not layer(x).any()
+
+
+def test_what_a_run_is_warned_of_is_not_said(recwarn):
+    class Spread(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.std(0) + nn.functional.mse_loss(x, x.new_zeros(4, 1))
+
+    runs = ModelRuns(Spread(), lambda tensors: (tuple(tensors), {}), {0: "x"}, Asked())
+    runs.ran([torch.randn(1, 4)])
+    assert not recwarn.list

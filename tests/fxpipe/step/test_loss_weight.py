@@ -274,6 +274,11 @@ def test_a_contradiction_is_refused(reduction, weight, says):
         pytest.raises(fxpipe.BatchError, match=says),
     ):
         pipe(ids, labels)
+    if reduction == "mean":  # of a loss function the weights that it needs are known
+        says = (
+            "is a mean to which rows contribute unequally, and loss_weight='sum' says that it is "
+            r"a sum: give loss_weight=fxpipe.loss_weight.tokens\(\), or let the loss be a sum"
+        )
     summed = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction=reduction)  # noqa: E731
     with (
         fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=summed, loss_weight=weight) as pipe,
@@ -421,3 +426,56 @@ def test_a_language_model_of_transformers():
         model.zero_grad()
         torch.testing.assert_close(pipe.step(input_ids=ids, labels=labels), expected.detach())
         torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+def of_groups(reduction):
+    """The loss of answers in groups of four, of which each is compared with its group: a mean over
+    the tokens of a mask, over the rows, or a sum."""
+
+    def loss(output, target):
+        rewards = target["rewards"].view(-1, 4)
+        advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
+        each = -(output.log_softmax(1) * advantages * target["mask"])
+        of_all = {"mask": target["mask"].sum(), "rows": len(each), "sum": 1}
+        return each.sum() / of_all[reduction]
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "says"),
+    [
+        ("mask", "rows", "not the mean over the rows that loss_weight='rows' says"),
+        ("mask", "sum", "not the sum over the rows that loss_weight='sum' says"),
+        ("mask", lambda target: target["rewards"].square().sum(), "not the mean that loss_weight"),
+        ("mask", lambda target: target["mask"].sum(), ""),
+        ("rows", "rows", ""),
+        ("sum", "sum", ""),
+    ],
+)
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_what_is_said_of_a_loss_of_groups_is_checked_with_sizes_that_it_takes(
+    reduction, weight, says, chunks
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    target = {"rewards": torch.randn(32), "mask": (torch.rand(32, 5) > torch.rand(32, 1)).float()}
+    pipe = fxpipe.compile(
+        model, TWO, chunks=chunks, loss_fn=of_groups(reduction), loss_weight=weight
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.step(torch.randn(32, 6), target=target)
+    assert len(caught) == bool(says)
+    assert says in "".join(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "says"), [("sum", "rows", "is a sum"), ("rows", "sum", "is a mean")]
+)
+def test_a_wrong_word_for_a_loss_of_groups_is_refused(reduction, weight, says):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    target = {"rewards": torch.randn(16), "mask": torch.ones(16, 5)}
+    pipe = fxpipe.compile(model, TWO, chunks=4, loss_fn=of_groups(reduction), loss_weight=weight)
+    with pytest.raises(fxpipe.BatchError, match=says):
+        pipe.step(torch.randn(16, 6), target=target)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from tests.fxpipe.step.compiled import compiled
@@ -127,11 +128,31 @@ def test_a_scheduler_of_the_learning_rate_knows_of_the_steps():
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 
 
+def test_what_is_advised_for_lbfgs_works():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    twin, x, y = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 5)
+    loss_fn = nn.functional.mse_loss
+    with fxpipe.compile(model, ["cpu", "cpu"], chunks=4, loss_fn=loss_fn) as pipe:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        optimizer.step(lambda: (optimizer.zero_grad(), pipe.step(x, target=y))[1])
+    other = torch.optim.LBFGS(twin.parameters(), max_iter=3)
+
+    def closure():
+        other.zero_grad()
+        loss = loss_fn(twin(x), y)
+        loss.backward()
+        return loss
+
+    other.step(closure)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
 def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
     x, target = torch.randn(4, 12), torch.randn(4)
     with compiled() as pipe:
         parameters = list(pipe.parameters())
-        with pytest.raises(ValueError, match="LBFGS needs all gradients at once"):
+        with pytest.raises(ValueError, match=r"give LBFGS a closure that calls step, as optimizer"):
             pipe.step(x, target=target, optimizer=torch.optim.LBFGS(parameters))
         with pytest.raises(TypeError, match=r"optimizer is a str: give an instance"):
             pipe.step(x, target=target, optimizer="adam")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from contextlib import ExitStack
 
 import pytest
@@ -202,3 +203,43 @@ def test_the_first_trace_of_a_process_leaves_no_memory_of_the_model_behind() -> 
     command = [sys.executable, "-W", "ignore", "-c", FIRST_TRACE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_no_warning_of_this_thread_is_given_within_unwarned_and_all_others_are():
+    def said():
+        warnings.warn("a shape is broadcast", stacklevel=1)
+        torch.ones(1).std()  # a warning that is not given by Python code
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        filters = [*warnings.filters]
+        with patches.unwarned():
+            said()
+            with patches.unwarned():
+                said()
+            said()
+            assert caught == []
+            elsewhere(lambda: warnings.warn("of another thread", stacklevel=1))
+            assert [str(each.message) for each in caught] == ["of another thread"]
+        assert warnings.filters == filters
+        said()  # by default a warning is given once for a line
+        assert len(caught) == 3
+
+
+def test_a_filter_that_makes_errors_of_warnings_makes_none_within_unwarned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with patches.unwarned():
+            warnings.warn("a shape is broadcast", stacklevel=1)
+        with pytest.raises(UserWarning, match="broadcast"):
+            warnings.warn("a shape is broadcast", stacklevel=1)
+
+
+def test_unwarned_ends_where_the_filters_have_been_copied_meanwhile():
+    with ExitStack() as stack:
+        block = ExitStack()
+        block.enter_context(patches.unwarned())
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        block.close()
+        warnings.warn("of the user", stacklevel=1)
+        assert [str(each.message) for each in caught] == ["of the user"]
