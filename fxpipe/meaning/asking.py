@@ -19,7 +19,7 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.by_graph import ByGraph
-from fxpipe.meaning.candidates import InDims, agree, rows_in
+from fxpipe.meaning.candidates import InDims, agree, rivals, rows_in
 from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
@@ -131,6 +131,8 @@ class Asking:
             return None
         if self._with_other_draws(dims, verdict) is not verdict:
             return None
+        if not verdict.is_joined_along(dims) and rivals(ways, dims):
+            return None
         found = self.meaning(dims, verdict, ways)
         # Each run records gradients: what the model does without is seen in more runs of it.
         as_it_runs = not (check.has_effects or are_replaced or lines)
@@ -140,17 +142,32 @@ class Asking:
     def best(self, ways: Sequence[InDims]) -> Meaning:
         """The meaning by the first candidate with which all outputs are the model's.
 
+        If several candidates that are cut along the same dimensions give the model's outputs, it is
+        the first that has outputs joined along one of these. With a table that has as many rows as
+        the batch, ``x @ table.T`` may be cut into rows of either; the target of a step, and what
+        is computed from the output, have their rows where the output has those of ``x``.
+
         If there is none, it is the likeliest candidate, the first one, as long as only single
         numbers (losses) differ with it: a loss across rows differs with every candidate. It is
         refuted only by another one that cuts at least the same outputs.
         """
         verdicts: list[tuple[InDims, Verdict]] = []
-        for dims in ways:
+        fitting: tuple[InDims, Verdict, str] | None = None
+        remaining = list(ways)
+        while remaining:
+            dims = remaining.pop(0)
             verdict = self.verdict_of(dims, is_likely=dims == ways[0])
             first = verdicts[0][1] if verdicts else Verdict(takes_parts=False)
             if verdict.is_better_than(first) or (not verdicts and verdict.is_exact):
-                return self.meaning(dims, verdict, ways)
+                if verdict.is_joined_along(dims):
+                    return self.meaning(dims, verdict, ways)
+                if fitting is None:
+                    fitting = dims, verdict, self.contradiction
+                    remaining = rivals(remaining, dims)
             verdicts.append((dims, verdict))
+        if fitting is not None:
+            dims, verdict, self.contradiction = fitting
+            return self.meaning(dims, verdict, ways)
         if (found := self.otherwise()) is not None:
             return found
         dims, verdict = verdicts[0]

@@ -124,6 +124,11 @@ class Verdict:
             return False
         return likeliest.is_wrong or likeliest.joined <= self.joined
 
+    def is_joined_along(self, dims: Sequence[int | None]) -> bool:
+        """Whether an output is joined along a dimension along which inputs are cut, by their batch
+        dimensions ``dims``; also where no output is joined."""
+        return not self.joined or any(self.outputs[path] in dims for path in self.joined)
+
     @property
     def joined(self) -> set[str]:
         """The paths of those outputs that are joined along a batch dimension."""
