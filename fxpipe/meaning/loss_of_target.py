@@ -47,7 +47,7 @@ from fxpipe.meaning.weights import (
 )
 from fxpipe.meaning.widened import Widened, without_autocast
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
+from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers, rows_at
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 
@@ -328,7 +328,7 @@ class _LossOfTarget:
         def loss(tensors: list[Tensor]) -> Any:
             *own, places = tensors
             repeated = [
-                tensor if dim is None else tensor.index_select(dim, places.to(tensor.device))
+                tensor if dim is None else rows_at(tensor, dim, places)
                 for tensor, dim in zip(found, dims, strict=True)
             ]
             return self._loss_apart(structure.fill(repeated), own)[0]
