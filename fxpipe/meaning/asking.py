@@ -194,7 +194,8 @@ class Asking:
             text = text or messages.wrong(
                 self._by_buffers(dims, verdict), self.inputs, dims, self._advice()
             )
-            if self.asked.check is True:
+            has_lists = any(each.is_list_of_rows for each in verdict.problems)
+            if self.asked.check is True or has_lists:
                 raise BatchError(text)
             if self.asked.check == "warn":
                 self.asked.warn(text)

@@ -144,6 +144,8 @@ def wrong(
 ) -> str:
     """The message for a model whose outputs no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
+    if problem.is_list_of_rows:
+        return f"{problem.text}: {_as_lists(inputs, dims)}"
     remedy = (
         "; no other dimensions that were tried give the model's output either. If the batch is "
         "along others, give in_dims, with None for an input that all micro-batches share; or "
@@ -155,6 +157,18 @@ def wrong(
     return (
         f"{problem.text}{advice}. This is so with {split(inputs, dims)} cut into micro-batches"
         f"{remedy}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+    )
+
+
+def _as_lists(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """What to do about an output that is a list of rows."""
+    names = [each.name for each, dim in zip(inputs, dims, strict=True) if dim is not None]
+    said = ", ".join(f'"{name}": "list"' for name in names)
+    in_dims = f"in_dims={{{said}}}" if all(map(str.isidentifier, names)) else 'in_dims with "list"'
+    return (
+        f"give {' and '.join(f'list({name})' for name in names)}, with one element for each row, "
+        f"to a model that takes lists (by torch.stack({names[0]}), say), and {in_dims}; or return "
+        "tensors whose first dimension is the batch; or give chunks=1"
     )
 
 

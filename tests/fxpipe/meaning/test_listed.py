@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -355,3 +356,39 @@ def test_an_exported_graph_is_for_elements_of_one_size_at_each_place():
         x, y = images(4), targets(2, 1, 2, 1)
         expected = (pipe.module(x[:2], y[:2]) + pipe.module(x[2:], y[2:])) / 2
         torch.testing.assert_close(pipe(x, y), expected)
+
+
+class Detections(nn.Module):
+    """Finds two boxes in each image of a batch, and returns a list with a dict for each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Linear(4, 8)
+
+    def forward(self, images):
+        images = torch.stack(images) if isinstance(images, list) else images
+        boxes = self.b(torch.relu(self.a(images)).mean((2, 3))).unflatten(1, (2, 4))
+        return {"found": [{"boxes": each, "scores": each.sum(1)} for each in boxes]}
+
+
+@pytest.mark.parametrize("check", [True, "warn", False])
+def test_a_list_with_an_element_for_each_row_of_a_tensor_is_refused_with_what_to_give(check):
+    """Elements of different images would be averaged, in lists of as many as a micro-batch has."""
+    pipe = fxpipe.compile(Detections(), ["cpu"] * 2, chunks=4, check=check)
+    with pipe, pytest.raises(fxpipe.BatchError) as refused:
+        pipe(torch.randn(8, 3, 6, 6))
+    assert re.fullmatch(
+        r"output\.found is a list that has one element for each row \(.* elements of different "
+        r"rows: give list\(images\), with one element for each row, to a model that takes lists "
+        r"\(by torch\.stack\(images\), say\), and in_dims={\"images\": \"list\"}; or return "
+        r"tensors whose first dimension is the batch; or give chunks=1",
+        str(refused.value),
+    )
+
+
+def test_that_works():
+    model, x = Detections(), torch.randn(8, 3, 6, 6)
+    for given in ({"chunks": 4, "in_dims": {"images": "list"}}, {"chunks": 1}):
+        with fxpipe.compile(model, ["cpu"] * 2, **given) as pipe:
+            found = pipe(list(x) if "in_dims" in given else x)
+            torch.testing.assert_close(found, model(x))
