@@ -19,7 +19,7 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.by_graph import ByGraph
-from fxpipe.meaning.candidates import InDims, agree, rivals, rows_in
+from fxpipe.meaning.candidates import InDims, agree, packed, rivals, rows_in
 from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
@@ -192,7 +192,11 @@ class Asking:
             self.runs.uniform = verdict.uniform
             text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
             text = text or messages.wrong(
-                self._by_buffers(dims, verdict), self.inputs, dims, self._advice()
+                self._by_buffers(dims, verdict),
+                self.inputs,
+                dims,
+                self._advice(),
+                self._packed(),
             )
             has_lists = any(each.is_list_of_rows for each in verdict.problems)
             if self.asked.check is True or has_lists:
@@ -204,7 +208,9 @@ class Asking:
         batch = rows_in(self.inputs, dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
-            raise BatchError(messages.several(sizes, self._advice())) from verdict.failure
+            raise BatchError(
+                messages.several(sizes, self._packed() + self._advice())
+            ) from verdict.failure
         if not verdict.takes_parts and self.asked.check and batch != 1:
             text = messages.no_parts(verdict, self.inputs, dims, self._advice())
             raise BatchError(text) from verdict.failure
@@ -242,6 +248,36 @@ class Asking:
     def _advice(self) -> str:
         arguments = self.given().arguments
         return messages.advice_on(self.runs.model, arguments, self.inputs)
+
+    def _packed(self) -> str:
+        """Advice on rows of one input that belong together, as many to each row of another input;
+        "" if the model, given the first of them alone, does not give the first row of its output.
+        """
+        rows = messages.sizes(self.inputs)
+        text = packed(rows) if len(rows) > 1 else ""
+        if not text or self.listed is not None or any(t.is_meta for t in self.tensors):
+            return ""
+        few, many = sorted(list(rows)[:2])
+        first = {few: 1, many: many // few}
+        try:
+            whole, one = (
+                dict(leaves(self.runs.output_of(each), "output"))
+                for each in (
+                    [t.clone() for t in self.tensors],
+                    [t[: first.get(t.shape[0])].clone() if t.ndim else t for t in self.tensors],
+                )
+            )
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""
+        values = [(value, one.get(path)) for path, value in whole.items()]
+        fits = [
+            isinstance(part, Tensor) and part.shape[:1] == (1,) and not difference(all_[:1], part)
+            for all_, part in values
+            if isinstance(all_, Tensor) and all_.shape[:1] == (few,)
+        ]
+        return text if fits and all(fits) else ""
 
     def by_values(self, dims: InDims, verdict: Verdict) -> str:
         """What to say of a model that reads a value of its inputs as a number, which is another one

@@ -60,7 +60,7 @@ def _sizes_said(inputs: Sequence[Input]) -> list[int]:
         if dim is not None:
             rows.setdefault(each.tensor.shape[dim], each)
     if len(rows) > 1:
-        raise BatchError(different_sizes(rows))
+        raise BatchError(different_sizes(rows) + packed(rows))
     return list(rows)
 
 
@@ -134,7 +134,7 @@ def different_sizes(rows: dict[int, Input], besides: str = "") -> str:
     return (
         f"the batch size differs between inputs: {one} in {first}, {two} in {second}{besides}; "
         "give in_dims, with the batch dimension of each input, or None for one that all "
-        f"micro-batches share{packed(rows)}"
+        "micro-batches share"
     )
 
 

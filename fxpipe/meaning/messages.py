@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import model_frame
 from fxpipe.loss_weight import IGNORED
-from fxpipe.meaning.candidates import different_sizes, packed
+from fxpipe.meaning.candidates import different_sizes
 from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.problem import Problem
@@ -140,9 +140,14 @@ def one_microbatch(rows: int, notes: Sequence[str]) -> str:
 
 
 def wrong(
-    verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
+    verdict: Verdict,
+    inputs: Sequence[Input],
+    dims: Sequence[int | None],
+    advice: str,
+    packed: str,
 ) -> str:
-    """The message for a model whose outputs no way of cutting the inputs gives."""
+    """The message for a model whose outputs no way of cutting the inputs gives. ``packed``: advice
+    on rows that belong together, at the end."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
     if problem.is_list_of_rows:
         return f"{problem.text}: {_as_lists(inputs, dims)}"
@@ -156,7 +161,7 @@ def wrong(
         remedy = f": {problem.remedy}"
     return (
         f"{problem.text}{advice}. This is so with {split(inputs, dims)} cut into micro-batches"
-        f"{remedy}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f"{remedy}{packed}"
     )
 
 

@@ -195,7 +195,22 @@ def test_a_step_with_a_table_as_large_as_the_batch_pairs_the_rows_with_those_of_
 
 class InPairs(nn.Module):
     def forward(self, x, y):
-        return (x + y.view(4, 2, -1)[: len(x)].sum(1)).softmax(1)
+        return (x + y[: 2 * len(x)].view(len(x), 2, -1).sum(1)).softmax(1)
+
+
+class OfEdges(nn.Module):
+    """One graph, whose edges are two rows of numbers of its nodes."""
+
+    def forward(self, x, edges):
+        return x.index_add(0, edges[1], x[edges[0]]).softmax(1)
+
+
+@pytest.mark.parametrize("count", [24, 40])
+def test_rows_are_not_said_to_belong_together_where_the_model_does_not_take_them_so(count):
+    edges = torch.randint(0, 24, (2, count))
+    with pytest.raises(BatchError) as refused:
+        checked(OfEdges(), torch.randn(24, 3), edges)
+    assert "belong together" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.meaning.listed import Listed
+from fxpipe.meaning.said import named_inputs
 
 
 class Detects(nn.Module):
@@ -277,7 +279,7 @@ def test_a_weight_may_be_that_of_a_list_of_targets():
 
 def test_a_list_that_cannot_be_cut_evenly_says_how_it_runs(model):
     with fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=2) as pipe, torch.no_grad():
-        with pytest.warns(UserWarning, match="images have 5 elements, which cannot be cut into 2"):
+        with pytest.warns(UserWarning, match="images has 5 elements, which cannot be cut into 2"):
             assert len(pipe(images(5))) == 5
         assert "one micro-batch, stage after stage" in pipe.report()
 
@@ -316,6 +318,16 @@ class TakesLevels(nn.Module):
 
     def forward(self, x, levels):
         return self.b(self.a(x)) * sum(level.sum() for level in levels)
+
+
+def test_a_list_with_one_tensor_at_several_places_is_named_as_others_are():
+    one, other = torch.randn(4, 6), torch.randn(2, 6)
+    inputs = named_inputs(Detections(), ([one, one, other],), {}, {"images": [0, None, 0]})
+    said = [(each.name, each.said) for each in inputs]
+    assert said == [("images[0]", 0), ("images[1]", None), ("images[2]", 0)]
+    call = Detections(), ([one, one, one],), {}
+    listed = Listed.of(*call, named_inputs(*call, None))
+    assert listed is not None and listed.names_have == "images has"
 
 
 def test_a_list_beside_a_batch_of_another_size_is_shared():
