@@ -321,15 +321,15 @@ def needed_whole(names: Sequence[str], rows: int) -> str:
     )
 
 
-def along_another(names: Sequence[str], dim: int) -> str:
+def along_another(names: Sequence[str], dim: int, what: str) -> str:
     """The message for tensors of a target that have the batch along another dimension than the
-    first. ``names``: what to write for them."""
+    first, as ``what`` has it. ``names``: what to write for them."""
     said = "the target" if list(names) == ["target"] else " and ".join(names)
     is_cut, first = ("is cut", "its") if len(names) == 1 else ("are cut", "their")
     them = "it" if len(names) == 1 else "them"
     return (
         f"{said} {is_cut} into micro-batches along {first} first dimension, as all targets are, "
-        f"and the inputs along dimension {dim}; but the losses of micro-batches make that of the "
+        f"and {what} along dimension {dim}; but the losses of micro-batches make that of the "
         f"whole batch only if both are cut along dimension {dim}: give {them} transposed, by "
         f"{names[0]}.transpose(0, {dim}), and let loss_fn take {them} so"
     )
