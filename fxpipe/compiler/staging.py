@@ -305,7 +305,7 @@ class Staging(ABC):
         assert mode.chunks is not None
         mode.traced.bind = in_parts(self.model, mode.traced.bind, mode.chunks, self.options.in_dims)
         if mode.traced.front_end != "symbolic":
-            of_one_shape(mode.traced.bind(args, kwargs), listed.names)
+            of_one_shape(mode.traced.bind(args, kwargs), listed.names_have)
         return mode
 
     def _of_parts_of_lists(
@@ -328,7 +328,7 @@ class Staging(ABC):
             return ""
         run = "one micro-batch, stage after stage" if chunks == 1 else f"{chunks} micro-batches"
         return (
-            f"{listed.names} have {listed.rows} elements, which cannot be cut into {wanted} lists "
+            f"{listed.names_have} {listed.rows} elements, which cannot be cut into {wanted} lists "
             f"of one length: they run as {run}; give lists whose length is a multiple of the "
             "number of micro-batches"
         )

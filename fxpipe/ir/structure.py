@@ -201,6 +201,11 @@ class Structure:
             tensors = [given[place] for place in self.same]
         return self._fill(tensors)
 
+    def fill_each(self, values: Iterable[Any]) -> Any:
+        """A value of this structure with these values in the places of its tensors: each in its
+        own, also where one tensor was at several places."""
+        return self._fill(values)
+
     def _fill(self, tensors: Iterable[Any]) -> Any:
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.fill(remaining) for part in self.parts], self.spec)

@@ -19,7 +19,7 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.by_graph import ByGraph
-from fxpipe.meaning.candidates import InDims, agree, rows_in
+from fxpipe.meaning.candidates import InDims, agree, packed, rivals, rows_in
 from fxpipe.meaning.check import Verdict, check
 from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
@@ -131,6 +131,8 @@ class Asking:
             return None
         if self._with_other_draws(dims, verdict) is not verdict:
             return None
+        if not verdict.is_joined_along(dims) and rivals(ways, dims):
+            return None
         found = self.meaning(dims, verdict, ways)
         # Each run records gradients: what the model does without is seen in more runs of it.
         as_it_runs = not (check.has_effects or are_replaced or lines)
@@ -140,17 +142,32 @@ class Asking:
     def best(self, ways: Sequence[InDims]) -> Meaning:
         """The meaning by the first candidate with which all outputs are the model's.
 
+        If several candidates that are cut along the same dimensions give the model's outputs, it is
+        the first that has outputs joined along one of these. With a table that has as many rows as
+        the batch, ``x @ table.T`` may be cut into rows of either; the target of a step, and what
+        is computed from the output, have their rows where the output has those of ``x``.
+
         If there is none, it is the likeliest candidate, the first one, as long as only single
         numbers (losses) differ with it: a loss across rows differs with every candidate. It is
         refuted only by another one that cuts at least the same outputs.
         """
         verdicts: list[tuple[InDims, Verdict]] = []
-        for dims in ways:
+        fitting: tuple[InDims, Verdict, str] | None = None
+        remaining = list(ways)
+        while remaining:
+            dims = remaining.pop(0)
             verdict = self.verdict_of(dims, is_likely=dims == ways[0])
             first = verdicts[0][1] if verdicts else Verdict(takes_parts=False)
             if verdict.is_better_than(first) or (not verdicts and verdict.is_exact):
-                return self.meaning(dims, verdict, ways)
+                if verdict.is_joined_along(dims):
+                    return self.meaning(dims, verdict, ways)
+                if fitting is None:
+                    fitting = dims, verdict, self.contradiction
+                    remaining = rivals(remaining, dims)
             verdicts.append((dims, verdict))
+        if fitting is not None:
+            dims, verdict, self.contradiction = fitting
+            return self.meaning(dims, verdict, ways)
         if (found := self.otherwise()) is not None:
             return found
         dims, verdict = verdicts[0]
@@ -175,9 +192,14 @@ class Asking:
             self.runs.uniform = verdict.uniform
             text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
             text = text or messages.wrong(
-                self._by_buffers(dims, verdict), self.inputs, dims, self._advice()
+                self._by_buffers(dims, verdict),
+                self.inputs,
+                dims,
+                self._advice(),
+                self._packed(),
             )
-            if self.asked.check is True:
+            has_lists = any(each.is_list_of_rows for each in verdict.problems)
+            if self.asked.check is True or has_lists:
                 raise BatchError(text)
             if self.asked.check == "warn":
                 self.asked.warn(text)
@@ -186,7 +208,9 @@ class Asking:
         batch = rows_in(self.inputs, dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
-            raise BatchError(messages.several(sizes, self._advice())) from verdict.failure
+            raise BatchError(
+                messages.several(sizes, self._packed() + self._advice())
+            ) from verdict.failure
         if not verdict.takes_parts and self.asked.check and batch != 1:
             text = messages.no_parts(verdict, self.inputs, dims, self._advice())
             raise BatchError(text) from verdict.failure
@@ -224,6 +248,36 @@ class Asking:
     def _advice(self) -> str:
         arguments = self.given().arguments
         return messages.advice_on(self.runs.model, arguments, self.inputs)
+
+    def _packed(self) -> str:
+        """Advice on rows of one input that belong together, as many to each row of another input;
+        "" if the model, given the first of them alone, does not give the first row of its output.
+        """
+        rows = messages.sizes(self.inputs)
+        text = packed(rows) if len(rows) > 1 else ""
+        if not text or self.listed is not None or any(t.is_meta for t in self.tensors):
+            return ""
+        few, many = sorted(list(rows)[:2])
+        first = {few: 1, many: many // few}
+        try:
+            whole, one = (
+                dict(leaves(self.runs.output_of(each), "output"))
+                for each in (
+                    [t.clone() for t in self.tensors],
+                    [t[: first.get(t.shape[0])].clone() if t.ndim else t for t in self.tensors],
+                )
+            )
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""
+        values = [(value, one.get(path)) for path, value in whole.items()]
+        fits = [
+            isinstance(part, Tensor) and part.shape[:1] == (1,) and not difference(all_[:1], part)
+            for all_, part in values
+            if isinstance(all_, Tensor) and all_.shape[:1] == (few,)
+        ]
+        return text if fits and all(fits) else ""
 
     def by_values(self, dims: InDims, verdict: Verdict) -> str:
         """What to say of a model that reads a value of its inputs as a number, which is another one

@@ -7,7 +7,7 @@ which the outputs of micro-batches, put together, are the outputs of the mini-ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import combinations, islice
 
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input
@@ -23,9 +23,11 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
     """The candidates for the batch dimensions of all inputs, in this order:
 
     - all first dimensions that have the same size;
-    - these but for one tensor, which is shared although its first dimension happens to be as large;
+    - these but for one tensor, which is shared although its first dimension happens to be as large:
+      the last one at first, as tables and masks follow what they are for;
     - for a size of a second dimension (time-major data): the second dimension of each tensor if it
-      has that size, else the first if that has; then the first ahead of the second.
+      has that size, else the first if that has; then the first ahead of the second;
+    - all first dimensions but those of two tensors, of three, and so on.
 
     The list is empty if ``in_dims`` says that lists have an element for each row.
 
@@ -58,7 +60,7 @@ def _sizes_said(inputs: Sequence[Input]) -> list[int]:
         if dim is not None:
             rows.setdefault(each.tensor.shape[dim], each)
     if len(rows) > 1:
-        raise BatchError(different_sizes(rows))
+        raise BatchError(different_sizes(rows) + packed(rows))
     return list(rows)
 
 
@@ -69,17 +71,42 @@ def _all(inputs: Sequence[Input], said: list[int]) -> Iterator[InDims]:
     for size in first:
         yield _along(inputs, size, (0,))
     for size in first:
-        plain = _along(inputs, size, (0,))
-        split = [i for i in free if plain[i] is not None]
-        if len(split) + len(said) > 1:
-            yield from ([None if k == i else d for k, d in enumerate(plain)] for i in split)
+        yield from _with_shared(inputs, size, said, 1)
     for size in said or _sizes(inputs, free, 1):
         for order in ((1, 0), (0, 1)):
             dims = _along(inputs, size, order)
             if any(dims[i] == 1 for i in free):
                 yield dims
+    for shared in range(2, len(free) + 1):
+        for size in first:
+            yield from _with_shared(inputs, size, said, shared)
     if not first:
         yield _along(inputs, 0, ())
+
+
+def _with_shared(
+    inputs: Sequence[Input], size: int, said: Sequence[int], shared: int
+) -> Iterator[InDims]:
+    """The candidates of the first dimensions of this size, but for ``shared`` tensors. At least one
+    tensor is cut."""
+    plain = _along(inputs, size, (0,))
+    split = [i for i, d in enumerate(plain) if d is not None and inputs[i].said is INFER]
+    if len(split) + len(said) > shared:
+        for cut in combinations(split, max(0, len(split) - shared)):
+            left_out = set(split) - set(cut)
+            yield [None if i in left_out else d for i, d in enumerate(plain)]
+
+
+def rivals(ways: Sequence[InDims], dims: InDims) -> list[InDims]:
+    """The other candidates that are cut along the same dimensions as this one, and differ from it
+    in which inputs all micro-batches share. Each of two may give the model's outputs: so it is
+    with ``x @ table.T``, where a table has as many rows as the batch."""
+    own = _cut(dims)
+    return [way for way in ways if way != dims and _cut(way) and _cut(way) <= own]
+
+
+def _cut(dims: InDims) -> set[int]:
+    return {dim for dim in dims if dim is not None}
 
 
 def _sizes(inputs: Sequence[Input], free: Sequence[int], dim: int) -> list[int]:
@@ -107,7 +134,7 @@ def different_sizes(rows: dict[int, Input], besides: str = "") -> str:
     return (
         f"the batch size differs between inputs: {one} in {first}, {two} in {second}{besides}; "
         "give in_dims, with the batch dimension of each input, or None for one that all "
-        f"micro-batches share{packed(rows)}"
+        "micro-batches share"
     )
 
 

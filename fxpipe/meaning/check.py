@@ -18,6 +18,7 @@ errors may tip the balance.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -123,6 +124,11 @@ class Verdict:
         if not self.is_exact or self.outputs.keys() <= self.same:
             return False
         return likeliest.is_wrong or likeliest.joined <= self.joined
+
+    def is_joined_along(self, dims: Sequence[int | None]) -> bool:
+        """Whether an output is joined along a dimension along which inputs are cut, by their batch
+        dimensions ``dims``; also where no output is joined."""
+        return not self.joined or any(self.outputs[path] in dims for path in self.joined)
 
     @property
     def joined(self) -> set[str]:
@@ -528,7 +534,13 @@ def _is_empty(output: dict[str, Any]) -> bool:
 def _compared(
     trial: Trial, said: Mapping[str, Dim]
 ) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
+    lists = _lists_of_rows(trial)
+    for path in lists:
+        yield path, _list_of_rows(path, trial)
+    within = tuple(f"{path}[" for path in lists)
     for path, whole in trial.whole.items():
+        if path.startswith(within):
+            continue
         if is_a_row(path):
             yield path, _of_a_row(path, whole, trial)
             continue
@@ -544,7 +556,43 @@ def _compared(
             yield path, _constants(path, whole, parts)
     for output in trial.parts:
         for path in sorted(output.keys() - trial.whole.keys()):
-            yield path, Problem(path, f"{path} is there for some numbers of rows only")
+            if not path.startswith(within):
+                yield path, Problem(path, f"{path} is there for some numbers of rows only")
+
+
+_ELEMENT = re.compile(r"\[\d+\]")
+
+
+def _lists_of_rows(trial: Trial) -> list[str]:
+    """The paths of the lists in the output that have as many elements as there are rows, for the
+    whole of a sample and for each of its parts; of nested ones the outer lists only."""
+    lengths = [_lengths(output) for output in (trial.whole, *trial.parts)]
+    rows = [sum(trial.sizes), *trial.sizes]
+    found: list[str] = []
+    for path in lengths[0]:
+        is_nested = path.startswith(tuple(f"{outer}[" for outer in found))
+        if not is_nested and [each.get(path) for each in lengths] == rows:
+            found.append(path)
+    return found
+
+
+def _lengths(output: Mapping[str, Any]) -> dict[str, int]:
+    """The number of elements of each list in an output, by the list's path."""
+    found: dict[str, set[str]] = {}
+    for path in output:
+        for element in _ELEMENT.finditer(path):
+            found.setdefault(path[: element.start()], set()).add(element[0])
+    return {path: len(elements) for path, elements in found.items()}
+
+
+def _list_of_rows(path: str, trial: Trial) -> Problem:
+    sizes = " and ".join(map(str, trial.sizes))
+    text = (
+        f"{path} is a list that has one element for each row ({sum(trial.sizes)} of them for "
+        f"{sum(trial.sizes)} rows, {sizes} for parts of {sizes}), and the inputs are tensors, so "
+        "that a pipeline would put together elements of different rows"
+    )
+    return Problem(path, text, is_list_of_rows=True)
 
 
 def _of_a_row(path: str, whole: Any, trial: Trial) -> tuple[Dim, ...] | Problem:

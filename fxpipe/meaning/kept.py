@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_bytes
+from fxpipe.runtime.microbatch import rows_at
 
 LARGEST = 2**26
 """The most bytes of outputs that are kept, but for those of the last two runs."""
@@ -115,7 +116,7 @@ def _of_rows(kept: _KeptRows, rows: Sequence[int]) -> Any:
     for each, dim in zip(kept.outputs, kept.dims, strict=True):
         several = each.shape[dim] // kept.rows
         these = [row * several + i for row in rows for i in range(several)]
-        found.append(each.index_select(dim, torch.tensor(these, device=each.device)))
+        found.append(rows_at(each, dim, torch.tensor(these)))
     return kept.structure.fill(found)
 
 

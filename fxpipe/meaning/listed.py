@@ -114,7 +114,7 @@ class Listed:
                 has not.
         """
         bound = bound_arguments(model, args, kwargs)
-        named = {id(each.tensor): each for each in inputs}
+        named = {id(each.tensor): each for each in reversed(inputs)}  # by its first place
 
         def is_rows(value: Any) -> bool:
             said = [named[id(t)].said for t in Structure.of(value)[0]] if _is_list(value) else [0]
@@ -218,6 +218,11 @@ class Listed:
         columns = (each.name for each in self.inputs if isinstance(each.tensor, Column))
         return " and ".join(dict.fromkeys(name.split("[*]")[0] for name in columns))
 
+    @property
+    def names_have(self) -> str:
+        """The names of the lists, with "has" for one of them, and "have" for several."""
+        return f"{self.names} {'have' if ' and ' in self.names else 'has'}"
+
 
 def _is_list(value: Any) -> bool:
     return type(value) in (list, tuple) and len(value) > 0
@@ -288,14 +293,15 @@ def in_parts(model: nn.Module, bind: Bind, chunks: int, in_dims: Any = None) -> 
     return of_all
 
 
-def of_one_shape(values: Sequence[Any], names: str) -> None:
+def of_one_shape(values: Sequence[Any], names_have: str) -> None:
     """Raise BatchError if micro-batches have tensors of different shapes or dtypes at one place,
-    since an exported graph is right for one of these only. ``names`` are the lists' names."""
+    since an exported graph is right for one of these only. ``names_have`` are the lists' names, and
+    the verb (:attr:`Listed.names_have`)."""
     for parts in (value.values for value in values if isinstance(value, Parts)):
         kinds = list(dict.fromkeys((tuple(part.shape), part.dtype) for part in parts))
         if len(kinds) > 1:
             raise BatchError(
-                f"{names} have one element for each row, and the micro-batches have tensors of "
+                f"{names_have} one element for each row, and the micro-batches have tensors of "
                 f"shapes {kinds[0][0]} and {kinds[1][0]} at one place of these lists: the graph "
                 "that torch.export makes of the model is for one of them only; pad them to one "
                 "shape, or give chunks=1"

@@ -56,6 +56,7 @@ from fxpipe.runtime.microbatch import (
     InDim,
     ListOfRows,
     numbers,
+    rows_at,
     shares,
 )
 from fxpipe.runtime.random import HostRandomState, RandomState
@@ -345,7 +346,7 @@ class _LossOfTarget:
         def loss(tensors: list[Tensor]) -> Any:
             *own, places = tensors
             repeated = [
-                tensor if dim is None else tensor.index_select(dim, places.to(tensor.device))
+                tensor if dim is None else rows_at(tensor, dim, places)
                 for tensor, dim in zip(found, dims, strict=True)
             ]
             return self._loss_apart(structure.fill(repeated), own)[0]
@@ -386,7 +387,7 @@ class _LossOfTarget:
                 problems = [] if problem is None or weighs else [problem]
                 verdict = replace(verdict, trials=[*verdict.trials, trial], problems=problems)
         otherwise = self._to_be_cut_otherwise(verdict)
-        if otherwise and verdict.trial is None:
+        if otherwise:
             # Micro-batches would be given other parts, whatever the user accepts or says.
             self.note = otherwise
             refuse(replace(asked, check=asked.check or "warn"), otherwise)
@@ -419,7 +420,7 @@ class _LossOfTarget:
             return None
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            if text := otherwise or self._about(verdict):
+            if not otherwise and (text := self._about(verdict)):
                 self.note = text.replace(LOSS, "the loss", 1)
                 asked.warn(self.note)
         dim: Dim = SUM if verdict.outputs.get(LOSS) == SUM else None
@@ -537,15 +538,16 @@ class _LossOfTarget:
         return found if found or verdict.trial is not None else self._needed_whole(names)
 
     def _along_another(self, names: Mapping[int, str]) -> str:
-        """The message for tensors that have the batch where the inputs have it, which is not their
-        first dimension, and that are as large along both; "" if there are none."""
-        dims = {dim for dim in self.own if dim is not None}
-        dim = dims.pop() if len(dims) == 1 else 0
+        """The message for tensors that have the batch where the inputs or outputs have it, which is
+        not their first dimension, and that are as large along both; "" if there are none."""
+        dims = {dim: "the output" for dim in self.out_dims.values() if dim}
+        dims |= {dim: "the inputs" for dim in self.own if dim}
         shapes = {i: self.target.leaves[i].shape for i in names}
-        square = [i for i, shape in shapes.items() if dim < len(shape) and shape[dim] == shape[0]]
-        for some in (square, *([i] for i in square)) if dim and square else ():
-            if self._makes_the_whole(self.target, {self.places.index(i): dim for i in some}):
-                return messages.along_another([names[i] for i in some], dim)
+        for dim, what in dims.items():
+            square = [i for i, own in shapes.items() if dim < len(own) and own[dim] == own[0]]
+            for some in (square, *([i] for i in square)) if square else ():
+                if self._makes_the_whole(self.target, {self.places.index(i): dim for i in some}):
+                    return messages.along_another([names[i] for i in some], dim, what)
         return ""
 
     def _needed_whole(self, names: Mapping[int, str]) -> str:

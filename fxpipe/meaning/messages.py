@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import model_frame
 from fxpipe.loss_weight import IGNORED
-from fxpipe.meaning.candidates import different_sizes, packed
+from fxpipe.meaning.candidates import different_sizes
 from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.problem import Problem
@@ -140,10 +140,17 @@ def one_microbatch(rows: int, notes: Sequence[str]) -> str:
 
 
 def wrong(
-    verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
+    verdict: Verdict,
+    inputs: Sequence[Input],
+    dims: Sequence[int | None],
+    advice: str,
+    packed: str,
 ) -> str:
-    """The message for a model whose outputs no way of cutting the inputs gives."""
+    """The message for a model whose outputs no way of cutting the inputs gives. ``packed``: advice
+    on rows that belong together, at the end."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
+    if problem.is_list_of_rows:
+        return f"{problem.text}: {_as_lists(inputs, dims)}"
     remedy = (
         "; no other dimensions that were tried give the model's output either. If the batch is "
         "along others, give in_dims, with None for an input that all micro-batches share; or "
@@ -154,7 +161,19 @@ def wrong(
         remedy = f": {problem.remedy}"
     return (
         f"{problem.text}{advice}. This is so with {split(inputs, dims)} cut into micro-batches"
-        f"{remedy}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f"{remedy}{packed}"
+    )
+
+
+def _as_lists(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """What to do about an output that is a list of rows."""
+    names = [each.name for each, dim in zip(inputs, dims, strict=True) if dim is not None]
+    said = ", ".join(f'"{name}": "list"' for name in names)
+    in_dims = f"in_dims={{{said}}}" if all(map(str.isidentifier, names)) else 'in_dims with "list"'
+    return (
+        f"give {' and '.join(f'list({name})' for name in names)}, with one element for each row, "
+        f"to a model that takes lists (by torch.stack({names[0]}), say), and {in_dims}; or return "
+        "tensors whose first dimension is the batch; or give chunks=1"
     )
 
 
@@ -305,15 +324,15 @@ def needed_whole(names: Sequence[str], rows: int, is_taken: bool = True) -> str:
     )
 
 
-def along_another(names: Sequence[str], dim: int) -> str:
+def along_another(names: Sequence[str], dim: int, what: str) -> str:
     """The message for tensors of a target that have the batch along another dimension than the
-    first. ``names``: what to write for them."""
+    first, as ``what`` has it. ``names``: what to write for them."""
     said = "the target" if list(names) == ["target"] else " and ".join(names)
     is_cut, first = ("is cut", "its") if len(names) == 1 else ("are cut", "their")
     them = "it" if len(names) == 1 else "them"
     return (
         f"{said} {is_cut} into micro-batches along {first} first dimension, as all targets are, "
-        f"and the inputs along dimension {dim}; but the losses of micro-batches make that of the "
+        f"and {what} along dimension {dim}; but the losses of micro-batches make that of the "
         f"whole batch only if both are cut along dimension {dim}: give {them} transposed, by "
         f"{names[0]}.transpose(0, {dim}), and let loss_fn take {them} so"
     )

@@ -23,3 +23,7 @@ class Problem:
     between nearly equal values, as a ReLU takes one near zero."""
     remedy: str = ""
     """What a user may do about it, if that is something else than for most problems."""
+    is_list_of_rows: bool = False
+    """Whether the output is a list with one element for each row, although the inputs are no lists.
+    The lists of micro-batches are then put together element by element, each of another row, so
+    that the call is refused whatever the user accepts."""

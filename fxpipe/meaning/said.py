@@ -64,7 +64,7 @@ def named_inputs(
         _refuse_packed(name, value)
         tensors, structure = Structure.of(value)
         slots = [Slot() for _ in tensors]
-        say(said, structure.fill(slots), name)
+        say(said, structure.fill_each(slots), name)
         inputs += [Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
     return inputs
 

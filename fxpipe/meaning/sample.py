@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpipe.ir.structure import map_tensors
 from fxpipe.meaning.listed import Column
-from fxpipe.runtime.microbatch import InDim, first_rows
+from fxpipe.runtime.microbatch import InDim, first_rows, rows_at
 
 MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 """How much a sample differs from the example, the largest difference first:
@@ -151,7 +151,7 @@ def sampled(
             continue
         value = tensor.detach()
         if dim is not None:
-            chosen = value.index_select(dim, order.to(value.device))
+            chosen = rows_at(value, dim, order)
             if level != GIVEN:
                 chosen = _perturbed(chosen, value, dim, level, draw)
                 chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
@@ -164,6 +164,14 @@ def sampled(
             value = _perturbed(value, value, 0, MOVED, draw)
         found.append(value)
     return found
+
+
+def _is_storage(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are of a dtype that PyTorch stores, and hardly computes with:
+    integers without a sign of several bytes, or real numbers of one byte. Their rows are put in
+    another order, and keep their values."""
+    is_small_float = tensor.is_floating_point() and tensor.element_size() == 1
+    return is_small_float or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _differing(order: Tensor, counts: Sequence[Tensor]) -> Tensor:
@@ -191,6 +199,8 @@ def _with_one_largest(
             continue
         if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or len(order) < 2:
             continue
+        if tensor.dtype == torch.bool or _is_storage(tensor):  # a flag is no length
+            continue
         numbers = tensor.detach().flatten().cpu()
         is_largest = numbers == numbers.max()
         if bool(is_largest.all()):
@@ -209,7 +219,7 @@ def _with_a_pair(rows: Tensor, dim: int, first: int) -> Tensor:
     was all of the first part."""
     if not _has_one_a_row(rows, dim) or rows.is_meta or not first < rows.numel() - 1:
         return rows
-    if rows.dtype == torch.bool or rows.is_complex() or has_fractions(rows):
+    if rows.dtype == torch.bool or rows.is_complex() or has_fractions(rows) or _is_storage(rows):
         return rows
     numbers = rows.flatten().clone()
     largest = int(numbers.argmax())
@@ -243,7 +253,7 @@ def _uneven_counts(
     for tensor, dim in zip(tensors, dims, strict=True):
         if dim is None or isinstance(tensor, Column) or not tensor.numel() or tensor.is_meta:
             continue
-        if tensor.layout != torch.strided or tensor.is_complex():
+        if tensor.layout != torch.strided or tensor.is_complex() or _is_storage(tensor):
             continue
         found = [~tensor.isfinite()] if tensor.is_floating_point() else []
         is_mixed = level == MIXED and tensor.is_cpu
@@ -296,7 +306,7 @@ def picked(tensors: Sequence[Any], dims: Sequence[int | None], rows: Sequence[in
         elif dim is None:
             found.append(tensor.clone())
         else:
-            found.append(tensor.index_select(dim, torch.tensor(rows, device=tensor.device)))
+            found.append(rows_at(tensor, dim, torch.tensor(rows)))
     return found
 
 
@@ -316,7 +326,7 @@ def _perturbed(
 ) -> Tensor:
     """The rows with other values of the same kind. They stay within the range of the example's
     values, unless these are all equal."""
-    if not rows.numel() or rows.is_meta or rows.layout != torch.strided:
+    if not rows.numel() or rows.is_meta or rows.layout != torch.strided or _is_storage(rows):
         return rows
     if rows.is_complex():
         return rows * (1 + 0.1 * torch.rand(rows.shape, generator=draw)).to(rows.device)
@@ -354,7 +364,7 @@ def _uneven(
     count = rows.shape[dim]
     if rows.numel() in (0, count) or rows.is_meta or rows.layout != torch.strided:
         return rows
-    if rows.is_complex():
+    if rows.is_complex() or _is_storage(rows):
         return rows
     share = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.7])[torch.arange(count) % 5]
     share = share.reshape([count if i == dim else 1 for i in range(rows.dim())])
@@ -373,7 +383,7 @@ def _uneven(
 
 def has_fractions(example: Tensor) -> bool:
     """Whether a tensor holds real numbers that are no integers."""
-    if not example.is_floating_point():
+    if not example.is_floating_point() or _is_storage(example):
         return False
     return bool(((example != example.round()) & example.isfinite()).any())
 

@@ -61,12 +61,14 @@ def with_small_terms(
         for way in found
         if way in (MEAN, SUM)
     ]
+    if not sums:  # it is joined of parts, of which some may have no elements
+        return found
     scale = max(abs(each.item()) for each in (whole, *parts))
-    apart = min((abs(whole.item() - each.item()) for each in sums), default=0.0)
+    apart = min(abs(whole.item() - each.item()) for each in sums)
     if not apart > CERTAIN * unit_of(whole) * scale:
         return found
     others = [outputs.get(path) for outputs, _ in rounded()]
-    effects = [abs(whole.item() - each.item()) for each in others if isinstance(each, Tensor)]
+    effects = [abs(whole.item() - each.item()) for each in others if is_number(each)]
     if not effects or not apart > BEYOND * max(effects):
         return found
     return no_mean(path, whole, parts, trial, Difference(apart, scale, 1.0))
@@ -100,7 +102,7 @@ def told_from_a_mean(
     start = sum(trial.sizes[:last])
     for row in range(start, start + trial.sizes[last]):
         numbers = [_of_repeated(question, trial, path, row, rows) for rows in (3, 2, 5)]
-        if not all(isinstance(each, Tensor) and each.item() for each in numbers):
+        if not all(is_number(each) and each.item() for each in numbers):
             continue
         more, less, both = numbers
         if not difference(both, more + less, sizes[last]):

@@ -110,8 +110,21 @@ def joined(values: Sequence[Any]) -> Any:
 
 def first_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """The first ``rows`` rows of a tensor along ``dim``; if it has fewer, they are repeated."""
-    these = torch.arange(rows, device=tensor.device) % tensor.shape[dim]
-    return tensor.index_select(dim, these)
+    return rows_at(tensor, dim, torch.arange(rows) % tensor.shape[dim])
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def rows_at(tensor: Tensor, dim: int, places: Tensor) -> Tensor:
+    """The rows of a tensor with these numbers along ``dim``, as a copy. PyTorch selects no integers
+    without a sign of several bytes: they are moved as the integers with a sign that have the same
+    bytes."""
+    places = places.to(tensor.device)
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
+        return tensor.index_select(dim, places)
+    return tensor.view(signed).index_select(dim, places).view(tensor.dtype)
 
 
 def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -66,11 +67,13 @@ def test_what_has_no_dimension_or_one_row_for_all_is_shared():
 def test_the_candidates_in_their_order():
     assert ways(t(4, 3), t(4)) == [
         [0, 0],
-        [None, 0],  # x may be a table for all rows, that happens to be as large
-        [0, None],
+        [0, None],  # y may be a table for all rows, that happens to be as large
+        [None, 0],
         [1, None],  # time-major
     ]
     assert ways(t(4, 6), t(6, 4)) == [[0, None], [None, 0], [1, 0], [0, 1]]
+    cut = [[i for i, dim in enumerate(way) if dim == 0] for way in ways(t(4), t(4), mask=t(4))]
+    assert cut == [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]
 
 
 def test_a_table_for_all_rows_is_told_from_the_batch_by_the_check():
@@ -107,9 +110,107 @@ def test_several_readings_may_be_right_and_one_is_taken():
     assert (meaning.in_dims, meaning.outputs) == ([0, None], {"output": 0})
 
 
+class Swapped(Pairs):
+    def forward(self, y, x):
+        return super().forward(x, y)
+
+
+class Nodes(nn.Module):
+    """Features of the nodes of one graph, (batch, nodes, features)."""
+
+    def forward(self, x, adjacent):
+        return adjacent @ x
+
+
+class Depths(nn.Module):
+    """Rays that are looked at in the same depths."""
+
+    def forward(self, rays, depths):
+        return (rays[:, None] * depths[None, :, None]).tanh()
+
+
+class Tables(nn.Module):
+    def forward(self, x, table, by):
+        return (x + table) * by
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "dims"),
+    [
+        (Pairs(), [(6, 3), (6, 3)], [0, None]),
+        (Swapped(), [(6, 3), (6, 3)], [None, 0]),
+        (Swapped(), [(8, 3), (6, 3)], [None, 0]),  # the table has another size
+        (Nodes(), [(6, 6, 3), (6, 6)], [0, None]),
+        (Depths(), [(6, 3), (6,)], [0, None]),
+        (Tables(), [(6, 6, 6), (6, 6), (6,)], [0, None, None]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_of_several_right_readings_that_is_taken_whose_outputs_have_the_batch_first(
+    model, shapes, dims
+):
+    meaning = checked(model, *map(torch.randn, shapes))
+    assert (meaning.in_dims, meaning.outputs) == (dims, {"output": 0})
+
+
+def test_outputs_that_have_no_reading_with_the_batch_first_are_read_as_they_can_be():
+    class Last(nn.Module):
+        def forward(self, x, state):
+            return (x.sum(1) + state[0])[None]
+
+    meaning = checked(Last(), torch.randn(5, 4, 3), torch.randn(1, 5, 3))
+    assert (meaning.in_dims, meaning.outputs) == ([0, 1], {"output": 1})
+
+
+class ZeroShot(nn.Module):
+    """Scores of images for prompts, of which there may be as many as the batch has images."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 8), nn.Linear(7, 8)
+
+    def forward(self, images, prompts):
+        return self.image(images) @ self.text(prompts).T
+
+
+def test_a_step_with_a_table_as_large_as_the_batch_pairs_the_rows_with_those_of_the_target():
+    torch.manual_seed(0)
+    model = ZeroShot()
+    by_itself = copy.deepcopy(model)
+
+    def loss(output, target):
+        return nn.functional.binary_cross_entropy_with_logits(output.flatten(), target.flatten())
+
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss) as pipe:
+        for batch in (8, 12, 8):
+            images, prompts = torch.randn(batch, 6), torch.randn(8, 7)
+            target = torch.rand(batch, 8)
+            found = pipe.step(images, prompts, target=target)
+            whole = loss(by_itself(images, prompts), target)
+            whole.backward()
+            torch.testing.assert_close(found, whole.detach())
+    for one, two in zip(model.parameters(), by_itself.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
 class InPairs(nn.Module):
     def forward(self, x, y):
-        return (x + y.view(4, 2, -1)[: len(x)].sum(1)).softmax(1)
+        return (x + y[: 2 * len(x)].view(len(x), 2, -1).sum(1)).softmax(1)
+
+
+class OfEdges(nn.Module):
+    """One graph, whose edges are two rows of numbers of its nodes."""
+
+    def forward(self, x, edges):
+        return x.index_add(0, edges[1], x[edges[0]]).softmax(1)
+
+
+@pytest.mark.parametrize("count", [24, 40])
+def test_rows_are_not_said_to_belong_together_where_the_model_does_not_take_them_so(count):
+    edges = torch.randint(0, 24, (2, count))
+    with pytest.raises(BatchError) as refused:
+        checked(OfEdges(), torch.randn(24, 3), edges)
+    assert "belong together" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.meaning.listed import Listed
+from fxpipe.meaning.said import named_inputs
 
 
 class Detects(nn.Module):
@@ -276,7 +279,7 @@ def test_a_weight_may_be_that_of_a_list_of_targets():
 
 def test_a_list_that_cannot_be_cut_evenly_says_how_it_runs(model):
     with fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=2) as pipe, torch.no_grad():
-        with pytest.warns(UserWarning, match="images have 5 elements, which cannot be cut into 2"):
+        with pytest.warns(UserWarning, match="images has 5 elements, which cannot be cut into 2"):
             assert len(pipe(images(5))) == 5
         assert "one micro-batch, stage after stage" in pipe.report()
 
@@ -317,6 +320,16 @@ class TakesLevels(nn.Module):
         return self.b(self.a(x)) * sum(level.sum() for level in levels)
 
 
+def test_a_list_with_one_tensor_at_several_places_is_named_as_others_are():
+    one, other = torch.randn(4, 6), torch.randn(2, 6)
+    inputs = named_inputs(Detections(), ([one, one, other],), {}, {"images": [0, None, 0]})
+    said = [(each.name, each.said) for each in inputs]
+    assert said == [("images[0]", 0), ("images[1]", None), ("images[2]", 0)]
+    call = Detections(), ([one, one, one],), {}
+    listed = Listed.of(*call, named_inputs(*call, None))
+    assert listed is not None and listed.names_have == "images has"
+
+
 def test_a_list_beside_a_batch_of_another_size_is_shared():
     model, x, levels = TakesLevels(), torch.randn(6, 4), [torch.rand(n) for n in (2, 3, 5, 7)]
     with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
@@ -355,3 +368,39 @@ def test_an_exported_graph_is_for_elements_of_one_size_at_each_place():
         x, y = images(4), targets(2, 1, 2, 1)
         expected = (pipe.module(x[:2], y[:2]) + pipe.module(x[2:], y[2:])) / 2
         torch.testing.assert_close(pipe(x, y), expected)
+
+
+class Detections(nn.Module):
+    """Finds two boxes in each image of a batch, and returns a list with a dict for each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Linear(4, 8)
+
+    def forward(self, images):
+        images = torch.stack(images) if isinstance(images, list) else images
+        boxes = self.b(torch.relu(self.a(images)).mean((2, 3))).unflatten(1, (2, 4))
+        return {"found": [{"boxes": each, "scores": each.sum(1)} for each in boxes]}
+
+
+@pytest.mark.parametrize("check", [True, "warn", False])
+def test_a_list_with_an_element_for_each_row_of_a_tensor_is_refused_with_what_to_give(check):
+    """Elements of different images would be averaged, in lists of as many as a micro-batch has."""
+    pipe = fxpipe.compile(Detections(), ["cpu"] * 2, chunks=4, check=check)
+    with pipe, pytest.raises(fxpipe.BatchError) as refused:
+        pipe(torch.randn(8, 3, 6, 6))
+    assert re.fullmatch(
+        r"output\.found is a list that has one element for each row \(.* elements of different "
+        r"rows: give list\(images\), with one element for each row, to a model that takes lists "
+        r"\(by torch\.stack\(images\), say\), and in_dims={\"images\": \"list\"}; or return "
+        r"tensors whose first dimension is the batch; or give chunks=1",
+        str(refused.value),
+    )
+
+
+def test_that_works():
+    model, x = Detections(), torch.randn(8, 3, 6, 6)
+    for given in ({"chunks": 4, "in_dims": {"images": "list"}}, {"chunks": 1}):
+        with fxpipe.compile(model, ["cpu"] * 2, **given) as pipe:
+            found = pipe(list(x) if "in_dims" in given else x)
+            torch.testing.assert_close(found, model(x))

@@ -62,6 +62,20 @@ def test_of_one_integer_a_row_the_first_or_the_last_row_alone_has_the_largest(le
     assert 5 in (found[0], found[-1])
 
 
+HELD = [torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 0)])
+@pytest.mark.parametrize("dtype", HELD)
+def test_rows_of_every_dtype_make_samples(dtype, shape, level):
+    x = (torch.arange(8 * 3).reshape(8, 3) % 2).float().expand(8, 3)[:, : shape[-1] % 8]
+    example = (x if len(shape) > 1 else torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])).to(dtype)
+    for seed in range(5):
+        (found,) = sampled([example], [0], (1, 3), level, seed, has_twins=True)
+        assert (found.dtype, found.shape) == (dtype, (4, *shape[1:]))
+
+
 def test_also_where_all_rows_of_the_example_have_it():
     (found,) = sampled([torch.full((8,), 5)], [0], (1, 2), MIXED, 0)
     assert sorted(found.tolist()) == [4, 4, 5]  # shorter ones, as rows of this length may be full

@@ -20,8 +20,8 @@ IMAGES, TEXTS = torch.randn(8, 6), torch.randn(8, 5)
 
 
 class Towers(nn.Module):
-    """Scores each image with each text. The batch is cut along the texts, and every micro-batch
-    computes the tower of all images."""
+    """Scores each text with each image. The batch is cut along the texts, whose rows are those of
+    the scores, and every micro-batch computes the tower of all images."""
 
     def __init__(self, image=0.5, text=0.0):
         super().__init__()
@@ -29,7 +29,7 @@ class Towers(nn.Module):
         self.text = nn.Sequential(nn.Linear(5, 4), nn.Dropout(text), nn.Linear(4, 4))
 
     def forward(self, images, texts):
-        return self.image(images) @ self.text(texts).T
+        return self.text(texts) @ self.image(images).T
 
 
 class Features(Towers):
@@ -61,19 +61,19 @@ def test_a_tower_with_dropout_that_all_micro_batches_share_is_told_once_at_the_u
         "), and all micro-batches share images, with as many rows as the batch (texts along "
         "dimension 0): each micro-batch draws its own for all of images, as a " in text
     )
-    (number,) = re.findall(rf"{re.escape(__file__)}:(\d+): return self\.image\(images\) @ ", text)
-    assert "self.image(images) @" in linecache.getline(__file__, int(number))
+    (number,) = re.findall(rf"{re.escape(__file__)}:(\d+): return self\.text\(texts\) @ ", text)
+    assert "self.image(images).T" in linecache.getline(__file__, int(number))
 
 
 def test_each_micro_batch_has_a_mask_of_its_own_then_as_in_the_loop():
-    """All texts are alike, so that all columns of the model's scores are, and the pipeline's are in
+    """All texts are alike, so that all rows of the model's scores are, and the pipeline's are in
     each micro-batch."""
     model, texts = Towers(), TEXTS[:1].expand(8, -1)
     with pytest.warns(fxpipe.BatchWarning), fxpipe.compile(model, TWO, chunks=2) as pipe:
         scores = pipe(IMAGES, texts)
-    first, second = scores[:, :4], scores[:, 4:]
-    assert torch.allclose(first, first[:, :1].expand(-1, 4))
-    assert torch.allclose(second, second[:, :1].expand(-1, 4))
+    first, second = scores[:4], scores[4:]
+    assert torch.allclose(first, first[:1].expand(4, -1))
+    assert torch.allclose(second, second[:1].expand(4, -1))
     assert not torch.allclose(first, second), "the masks are two"
 
 
@@ -116,7 +116,7 @@ def test_a_module_that_is_kept_whole_may_draw_them():
 
 class Masked(Towers):
     def forward(self, images, mask, texts):
-        return self.image(images * mask.T) @ self.text(texts).T
+        return super().forward(images * mask.T, texts)
 
 
 def test_all_such_inputs_are_named_whichever_dimension_is_as_large_as_the_batch():
@@ -207,7 +207,7 @@ def test_nothing_is_said_of_one_micro_batch_or_without_a_check():
         def forward(self, columns, texts):
             return super().forward(columns.T, texts)
 
-    said_of = {"in_dims": {"texts": 0}, "out_dims": 1}
+    said_of = {"in_dims": {"texts": 0}, "out_dims": 0}
     assert said(Columns(), IMAGES.T, TEXTS, **said_of)
     assert not said(Columns(), IMAGES.T, TEXTS, **said_of, chunks=1)
     assert not said(Columns(), IMAGES.T, TEXTS, **said_of, check=False)

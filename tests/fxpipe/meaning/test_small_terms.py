@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.meaning.single_numbers import with_small_terms
+from fxpipe.meaning.trial import Trial
 
 TWO = ["cpu", "cpu"]
 ROWS = 16
@@ -129,3 +131,10 @@ def test_padding_that_first_comes_later_is_noticed_whatever_the_input_is_called(
         ids[3:5, 2:] = 0
         (text,) = told(lambda: pipe.step(ids))
     assert "neither a mean over the rows" in text
+
+
+def test_a_number_may_be_joined_of_parts_without_elements():
+    """Of the rows of a sample, say, one alone is taken."""
+    whole, empty = torch.tensor([0.5]), torch.empty(0)
+    trial = Trial((1, 3), "mixed", [], {"output": whole}, [{"output": empty}, {"output": whole}])
+    assert with_small_terms(trial, "output", (0,), list) == (0,)

@@ -246,3 +246,21 @@ def test_flags_of_which_any_or_all_matter_are_shared_though_they_are_alike_in_th
         flags = flags.clone()
         flags[-1] = not is_set
         torch.testing.assert_close(pipe(x, flags), model(x, flags))
+
+
+class OfFlaggedRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x, flags):
+        h = self.a(x)
+        return torch.where(flags.bool()[:, None], self.b(h), h)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.float32])
+def test_each_row_may_have_a_flag(dtype):
+    model, x = OfFlaggedRows(), torch.randn(8, 6)
+    flags = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1]).to(dtype)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4) as pipe:
+        torch.testing.assert_close(pipe(x, flags), model(x, flags))

@@ -70,6 +70,28 @@ def test_it_is_noticed_where_there_are_as_many_times_as_rows(chunks: int, weight
         pipe.step(x, target=y)
 
 
+def of_all_times(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Turned(Recurrent):
+    """Is given rows first, and gives times first."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("model, what", [(Recurrent(), "the inputs"), (Turned(), "the output")])
+def test_it_is_noticed_where_a_loss_takes_parts_of_other_rows(model: Any, what: str) -> None:
+    """The parts of the output and of the target have as many elements when they are flattened."""
+    x, y = batch(8)
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_fn=of_all_times) as pipe,
+        pytest.raises(BatchError, match=rf"and {what} along dimension 1; .* give it transposed"),
+    ):
+        pipe.step(x, target=y)
+
+
 @pytest.mark.parametrize("times", [6, 8])
 def test_what_the_messages_advise_works(times: int) -> None:
     model, (x, y) = Recurrent(), batch(times)
