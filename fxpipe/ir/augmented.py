@@ -29,5 +29,18 @@ ipow, imatmul, iand = _function("ipow"), _function("imatmul"), _function("iand")
 ior, ixor = _function("ior"), _function("ixor")
 ilshift, irshift = _function("ilshift"), _function("irshift")
 
-FUNCTIONS = iadd, isub, imul, itruediv, ifloordiv, imod, ipow, imatmul, iand, ior, ixor
-FUNCTIONS += ilshift, irshift
+FUNCTIONS = (
+    iadd,
+    isub,
+    imul,
+    itruediv,
+    ifloordiv,
+    imod,
+    ipow,
+    imatmul,
+    iand,
+    ior,
+    ixor,
+    ilshift,
+    irshift,
+)
