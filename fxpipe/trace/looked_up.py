@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpipe.ir import augmented
 from fxpipe.ir.source import is_of_a_model, is_pythons
 from fxpipe.trace.errors import TextOfValues, source_line
 from fxpipe.trace.patches import patched
@@ -63,6 +64,16 @@ class Proxy(fx.Proxy):
                 line.f_code.co_filename, line.f_lineno
             )
 
+
+def _recorded(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _each in augmented.FUNCTIONS:  # as fx adds the other operators to its own class
+    setattr(Proxy, f"__{_each.__name__}__", _recorded(_each))
 
 _SYMBOLS: dict[type, Callable[[Any], Any]] = {
     torch.SymInt: int,

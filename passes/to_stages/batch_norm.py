@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpipe import ops
+from fxpipe.ir import augmented
 from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
 from fxpipe.ir.graph import ONCE, WHOLE, attribute
 from fxpipe.ir.source import model_frame
@@ -287,7 +288,7 @@ def _count_taken_over(gm: fx.GraphModule, mean: fx.Node, calls: int) -> str | No
 
 
 _ADDS = {
-    *("add", "add_", operator.add, operator.iadd, torch.add),
+    *("add", "add_", operator.add, operator.iadd, augmented.iadd, torch.add),
     *(torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor),
 }
 _SETS = {"copy_", torch.ops.aten.copy_.default}
