@@ -204,7 +204,7 @@ REFUSED = {
     "a list with a tensor for each row": (
         lambda h: [h[i] for i in range(h.shape[0])],
         (),
-        "whatever the batch size",
+        "has one element for each row",
     ),
     "a key for each row": (
         lambda h: {f"row {i}": h[i] for i in range(h.shape[0])},
