@@ -37,11 +37,11 @@ class MemoryAccesses:
     def __init__(self, graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:
         self.graph = graph_module.graph
         self.given: dict[fx.Node, set[Memory]] = {}
-        """Where the results of a node are."""
+        """By node: the memory in which its results are."""
         self.written: dict[fx.Node, set[Memory]] = {}
-        """What a node writes to."""
+        """By node: the memory whose contents it changes."""
         self.taken: dict[fx.Node, set[Memory]] = {}
-        """Where the arguments of a node are."""
+        """By node: the memory in which its arguments are."""
         for number, run in enumerate(runs):
             vars(graph_module)["forward"] = _MemoryInterpreter(graph_module, self, number).run
             try:

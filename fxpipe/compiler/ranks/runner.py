@@ -31,7 +31,8 @@ from fxpipe.runtime.ranks.transport import Edge
 
 _MANY = 256  # kinds of runs whose sizes are remembered
 _FIRST, _EVERY = 4, 64
-"""The values of inputs are compared in the first runs, and in every so manyth later one."""
+"""The values that ranks have been given are compared in the first ``_FIRST`` runs, and later in
+each run whose number is a multiple of ``_EVERY``."""
 
 
 class RankRunner(Runner):
@@ -43,7 +44,7 @@ class RankRunner(Runner):
         super().__init__(compiler)
         self.program: RankProgram | None = None  # the program that has run last
         self._sizes: dict[str, tuple[dict[Edge, list[Sizes | None]], str]] = {}
-        self._runs = 0
+        self._runs = 0  # how many runs there have been, by which values are compared
         self._failed = ""  # how a run has failed after which the ranks cannot go on together
 
     def _check_open(self) -> None:
