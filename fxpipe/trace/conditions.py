@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -26,33 +26,63 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir._torch import ASSERT, FakeTensor
 from fxpipe.ir.source import is_of_a_model
+from fxpipe.trace import whole
+from fxpipe.trace.errors import DEPENDS_ON_VALUES, Refused, source_line
 from fxpipe.trace.patches import caller, patched
+from fxpipe.trace.running import Running
 
 ASSERTED = "a check of the model's own has failed, "
 
 
 @contextmanager
-def asserted() -> Iterator[None]:
+def asserted(running: Running) -> Iterator[list[Exception]]:
     """Inside the ``with`` block, the conditions of the model's checks become assertions in the
-    graph that is being exported."""
+    graph that is being exported.
 
-    def replace(original: Any) -> Any:
+    Yields an error for each other branch that depends on values, in a list that grows. Such a
+    branch ends the export, unless the model itself catches what it raises: then the graph would
+    have what the model does after an error that no real run has.
+    """
+    undecided: list[Exception] = []
+
+    def decided(value: Any, original: Callable[[Any], bool], frame: FrameType) -> bool:
+        try:
+            return original(value)
+        except GuardOnDataDependentSymNode:
+            if is_of_a_model(frame.f_code.co_filename):
+                line = source_line(frame.f_code.co_filename, frame.f_lineno)
+                text = f"{DEPENDS_ON_VALUES}, and the model catches the error (at {line})"
+                part = running.part
+                undecided.append(Refused(text) if part is None else whole.Blamed(part, text))
+            raise
+
+    def of_tensors(original: Any) -> Any:
         def __bool__(tensor: Tensor) -> bool:
+            frame = caller()
             if isinstance(tensor, FakeTensor) and torch.compiler.is_exporting():
-                frame = caller()
                 goes_on_with = _goes_on_with(frame)
                 if goes_on_with is not None:
                     check(tensor, goes_on_with, _where(frame))
                     return goes_on_with
-            return original(tensor)  # type: ignore[no-any-return]
+            return decided(tensor, original, frame)
 
         return __bool__
 
-    with patched(Tensor, "__bool__", replace):
-        yield
+    def of_numbers(original: Any) -> Any:
+        def __bool__(number: torch.SymBool) -> bool:
+            return decided(number, original, caller())
+
+        return __bool__
+
+    with (
+        patched(Tensor, "__bool__", of_tensors),
+        patched(torch.SymBool, "__bool__", of_numbers),
+    ):
+        yield undecided
 
 
 def check(condition: Any, wanted: bool, message: str) -> None:

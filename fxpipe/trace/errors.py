@@ -7,6 +7,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,3 +128,12 @@ def at(frame: traceback.FrameSummary) -> str:
 def source_line(filename: str, number: int) -> str:
     """A line of code with its file and number, in the form in which messages show it."""
     return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+
+
+def line_of_the_model(frame: FrameType | None) -> str:
+    """The innermost line of a model's code that runs in a frame or leads to it, for messages."""
+    while frame is not None and not is_of_a_model(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "a line that is none of the model's"
+    return source_line(frame.f_code.co_filename, frame.f_lineno)

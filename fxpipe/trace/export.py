@@ -25,12 +25,12 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
+from fxpipe.trace.asked import questions_answered, real_of_export
 from fxpipe.trace.conditions import ASSERTED, asserted
 from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
-from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.looked_up import texts_guarded
 from fxpipe.trace.on_meta import exported_somewhere
@@ -104,7 +104,6 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
         silent(),
         fx_here(),
         eased(),
-        asserted(),
     ):
         for each in strategies:
             try:
@@ -149,6 +148,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
         at_most_guards(MANY) if strategy.any_size else nullcontext(),
         data_used(detached=strategy.detached_data) as data,
         values_read(running) as read,
+        asserted(running) as undecided,
         running.watched(example.model),
     ):
         try:
@@ -165,7 +165,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 exported_somewhere(example),
                 prints() as printed,
                 tensor_hooks() as hooked,
-                lengths_recorded(example.model),
+                questions_answered(example.model, real_of_export),
                 texts_guarded(),
                 unwatched() as watched,
             ):
@@ -175,6 +175,8 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                     dynamic_shapes={"inputs": _dynamic(tensors, example, strategy)},
                     strict=False,
                 )
+            for caught in undecided:
+                raise caught
             _refuse_lost_tensors(program, example)
             sizes = sizes_of(program, example.batch_dims)
             if strategy.layers and (functions or checkpointed.found):

@@ -29,14 +29,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir import augmented
 from fxpipe.ir.source import is_of_a_model, is_pythons
-from fxpipe.trace.errors import TextOfValues, source_line
+from fxpipe.trace.errors import TextOfValues
 from fxpipe.trace.patches import patched
 from fxpipe.trace.told import is_only_told
 
 
 class Proxy(fx.Proxy):
-    """A proxy whose tracer notes in ``looked_up`` at which line of a model it has been used as a
-    key, or written as text."""
+    """A proxy that tells its tracer where a model has used it as a key, or written it as text, or
+    has tried to write to a part of it."""
 
     def __hash__(self) -> int:
         self._note(sys._getframe(1))
@@ -54,14 +54,16 @@ class Proxy(fx.Proxy):
         self._note(sys._getframe(1), as_text=True)
         return super().__repr__()
 
-    def _note(self, frame: FrameType | None, as_text: bool = False) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:
         tracer: Any = self.tracer
-        line = _line_of_the_model(frame)
-        if frame is None or line is None:
-            return
-        if not (as_text and is_only_told(frame)):
-            tracer.looked_up = tracer.looked_up or source_line(
-                line.f_code.co_filename, line.f_lineno
+        tracer.note("it writes to a part of a value, which fx does not record")
+        raise TypeError(f"{type(self).__name__!r} object does not support item assignment")
+
+    def _note(self, frame: FrameType, as_text: bool = False) -> None:
+        tracer: Any = self.tracer
+        if _is_of_the_model(frame) and not (as_text and is_only_told(frame)):
+            tracer.note(
+                "it looks something up by a size, or writes a size as text, which fx does not see"
             )
 
 
@@ -94,7 +96,7 @@ def texts_guarded() -> Iterator[None]:
             def text(symbol: Any, *specification: str) -> str:
                 if threading.get_ident() == thread:
                     frame = sys._getframe(1)
-                    if _line_of_the_model(frame) is not None and not is_only_told(frame):
+                    if _is_of_the_model(frame) and not is_only_told(frame):
                         try:
                             return format(number(symbol), *specification)
                         except GuardOnDataDependentSymNode as error:
@@ -113,9 +115,9 @@ def texts_guarded() -> Iterator[None]:
         yield
 
 
-def _line_of_the_model(frame: FrameType | None) -> FrameType | None:
-    """The frame of the model that runs, if a frame is of it, or of Python's own library, which it
-    has called (an ``Enum``, a ``Counter``, a logger)."""
+def _is_of_the_model(frame: FrameType | None) -> bool:
+    """Whether a frame is of the model, or of Python's own library, which the model has called (an
+    ``Enum``, a ``Counter``, a logger)."""
     while frame is not None and is_pythons(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame if frame is not None and is_of_a_model(frame.f_code.co_filename) else None
+    return frame is not None and is_of_a_model(frame.f_code.co_filename)

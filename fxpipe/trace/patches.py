@@ -18,7 +18,7 @@ The table has the attribute that is patched, the function that patches it, and t
     autograd.grad, autograd.backward    eased             to refuse a backward within a forward
     Tensor.data                         data_used         to see its use: export loses its writes
     utils.checkpoint, fxpipe.checkpoint noted             to keep a model's checkpoint as one node
-    Tensor.__bool__                     asserted          to keep checks of values, as assertions
+    Tensor.__bool__, SymBool.__bool__   asserted          to keep checks of values, as assertions
     fx's own patches                    fx_here           as fx patches nn.Module for all threads
     torch.compiler.is_compiling         eased             as torch.export sets it for all threads
     torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
@@ -40,8 +40,10 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.requires_grad                flags_read        to see which flags a forward branches by
     SymInt.__repr__, SymFloat, SymBool  texts_guarded     to guard sizes of which text is made
     Tensor.grad_fn, torch.is_grad_en... modes_asked       to see who asks whether gradients are kept
+    torch.is_tensor                     questions_answ... to answer as in a real run
 
-Beside these, ``len`` is put among the globals of a model's own code (:mod:`fxpipe.trace.lengths`).
+Beside these, ``len``, ``isinstance``, ``type`` and some more are put among the globals of a model's
+own code (:mod:`fxpipe.trace.asked`).
 """
 
 from __future__ import annotations
@@ -102,9 +104,9 @@ def patched(
     itself for all but this one: it is for functions that are called so often that a second call for
     each of them would take long, and for what a thread of the autograd engine does for this one.
     """
-    if owner is Tensor:
-        # PyTorch lists the functions of this class once, at first need, and keeps the list: made
-        # within the block, it would keep the replacement, and whatever that leads to, for ever.
+    if owner is Tensor or owner is torch:
+        # PyTorch lists the functions of these once, at first need, and keeps the list: made within
+        # the block, it would keep the replacement, and whatever that leads to, for ever.
         torch.overrides.get_overridable_functions()
     with LOCK:
         is_own = name in vars(owner)

@@ -5,6 +5,7 @@ It keeps the model's own modules, and leaves every size symbolic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -21,14 +22,14 @@ from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.state import State
 from fxpipe.trace import checkpoints
+from fxpipe.trace.asked import questions_answered
 from fxpipe.trace.conditions import as_a_check, check
 from fxpipe.trace.containers import Unchanging, has_containers, unchanging
-from fxpipe.trace.errors import GRADIENTS, Refused
+from fxpipe.trace.errors import GRADIENTS, Refused, line_of_the_model
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.folded import Folded, computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
-from fxpipe.trace.lengths import lengths_recorded
 from fxpipe.trace.lines import running_lines
 from fxpipe.trace.looked_up import Proxy
 from fxpipe.trace.on_meta import told_somewhere
@@ -47,7 +48,7 @@ def front_end(example: Example) -> Traced:
     with (
         untouched(model) as since,
         parameters_put_back(model) as written,
-        lengths_recorded(model),
+        questions_answered(model, tracer.real),
         fx_here(),
         functions_handled(_as_a_node),
         skip.tracking(model),
@@ -71,11 +72,8 @@ def front_end(example: Example) -> Traced:
                 "it computes with parameters that it does not get by their names (but from "
                 "parameters(), say, or out of a list), which fx would do once, without gradients"
             )
-        if tracer.looked_up:
-            raise Refused(
-                "it looks something up by a size, or writes a size as text, which fx does not see "
-                f"(at {tracer.looked_up})"
-            )
+        if tracer.unseen:
+            raise Refused(tracer.unseen)
         if tracer.folded.writes:
             raise Refused(
                 "it writes in place to a tensor that is none of its buffers and parameters, which "
@@ -117,9 +115,10 @@ class _SymbolicTracer(fx.Tracer):
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.folded = Folded()
-        self.looked_up = ""  # the line at which something has been looked up by a size
+        self.unseen = ""  # what the model has done with a value that fx does not see, and where
         state = model.named_parameters, model.named_buffers
-        self.own = {name for named in state for name, _ in named(remove_duplicate=False)}
+        self.own = dict(each for named in state for each in named(remove_duplicate=False))
+        self.given: dict[str, Tensor] = {}  # the inputs, by the names of their placeholders
         self.modes = Ambient.here()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -170,6 +169,33 @@ class _SymbolicTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
 
+    def real(self, value: Any) -> Any:
+        """The tensor for which a proxy stands, if it is an input or a tensor of the model; any
+        other object as it is. Raises ``Refused`` for a proxy of what is computed: it may be a
+        tensor, a number, a tuple."""
+        if not isinstance(value, fx.Proxy):
+            return value
+        known = {"placeholder": self.given, "get_attr": self.own}.get(value.node.op, {})
+        if value.node.target in known:
+            return known[str(value.node.target)]
+        self.note(
+            "it asks for the class or an attribute of what it computes, which fx does not know"
+        )
+        raise Refused(self.unseen)
+
+    def note(self, what: str) -> None:
+        """Note what the model does with a value that fx does not see, with the line that runs, so
+        that the trace is refused, also where the model catches an error that this raises."""
+        self.unseen = self.unseen or f"{what} (at {line_of_the_model(sys._getframe(1))})"
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.note("it branches by a value, which fx does not know")
+        return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        self.note("it loops over a value, whose length fx does not know")
+        return super().iter(obj)
+
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and a.grad_fn is not None:
             self.folded.trained.append(a)
@@ -179,6 +205,8 @@ class _SymbolicTracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         proxies = [self.create_proxy("placeholder", n, (), {}) for n in self.example.names]
+        names = [str(proxy.node.target) for proxy in proxies]
+        self.given = dict(zip(names, self.example.tensors, strict=True))
         args, kwargs = self.example.arguments(proxies)
 
         def forward() -> Any:

@@ -239,7 +239,7 @@ class Restructured(nn.Module):
         self.layer, self.factor = nn.Linear(8, 8), factor
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor:
+        if x.__class__ is Tensor:  # in a run
             Restructured.rows += len(x)
             return self.layer(x)
         y = self.layer(x).unsqueeze(0).squeeze(0)
@@ -265,7 +265,7 @@ class Deep(nn.Module):
         x = self.first(x)
         for i, layer in enumerate(self.layers):
             y = layer(x).sigmoid()
-            if type(x) is not Tensor:
+            if x.__class__ is not Tensor:
                 y = y.unsqueeze(0).squeeze(0)
                 if i == self.wrong:
                     y = y * 2 - y.detach()
@@ -312,7 +312,7 @@ def test_all_gradients_are_compared_where_a_user_has_written_one(monkeypatch) ->
             x = self.first(x)
             for i, layer in enumerate(self.layers):
                 weight = layer.weight
-                if i == 20 and type(x) is Tensor:
+                if i == 20 and x.__class__ is Tensor:
                     weight = OfTheWeight.apply(weight)
                 x = x + nn.functional.linear(x, weight).sigmoid()
             return x

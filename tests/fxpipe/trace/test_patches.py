@@ -192,7 +192,7 @@ model = Model()
 own = set(map(id, model.parameters()))
 pipe = fxpipe.compile(model, ["cpu"] * 2, example_inputs=(torch.ones(4, 4),))
 gc.collect()
-kept = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
+kept = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and each.numel()]
 print(len([parameter for parameter in kept if id(parameter) not in own]))
 """
 

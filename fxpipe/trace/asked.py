@@ -1,0 +1,172 @@
+"""What a forward asks about a value by a function that is built into Python.
+
+::
+
+    forward(x, mask):
+        if isinstance(mask, torch.Tensor):     a trace has a proxy there, or a tensor without values
+            h = h * mask                       of another class: left out, without a word
+        return h.expand(len(x))                x ── size(0) ── expand
+
+Python asks the object itself, of which a trace knows nothing. Symbolic tracing has an ``fx.Proxy``
+in the place of each value, which is no tensor, and has any attribute; an export has an instance of
+a class of PyTorch's own, or a ``SymInt`` for a size. The branch that is then taken is a wrong one,
+and nothing tells of it where the example hides the difference, as a mask of ones does. ``len``
+makes a number of Python's: symbolic tracing, which has none, would fail, and an export would make a
+constant of the batch size.
+
+So the code of a model finds other functions while it is traced. They are put among the globals of
+its modules, which hide what is built in: a replacement in ``builtins`` would be called by each of
+PyTorch's own lines as well, which ask a million times in one export.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir._torch import FakeTensor, FunctionalTensor
+from fxpipe.ir.source import is_of_a_model
+from fxpipe.trace.patches import LOCK, patched
+
+
+@contextmanager
+def questions_answered(model: nn.Module, real: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside the ``with`` block, and in this thread, the code of a model that asks for the class,
+    the attributes or the length of a value is answered as in a real run. Whether a value is what
+    stands for it in a trace (``isinstance(x, fx.Proxy)``) may be asked as well.
+
+    Args:
+        real: for any object, one that is asked in its place: for what stands for a value in a
+            trace, an object of the class that the value has in a real run. It may raise an error.
+    """
+    thread = threading.get_ident()
+
+    def asked(value: Any) -> Any:
+        return real(value) if threading.get_ident() == thread else value
+
+    def length(value: Any) -> Any:
+        is_recorded = isinstance(value, fx.Proxy) or (isinstance(value, Tensor) and value.ndim > 0)
+        if is_recorded and threading.get_ident() == thread:
+            return value.size(0)
+        return len(value)
+
+    def is_instance(value: Any, kinds: Any) -> bool:
+        return isinstance(value, kinds) or isinstance(asked(value), kinds)
+
+    def has_attribute(value: Any, name: str) -> bool:
+        subject = asked(value)
+        return hasattr(subject, name) or (subject is not value and name in vars(value))
+
+    def attribute(value: Any, name: str, *default: Any) -> Any:
+        is_there = not default or asked(value) is value or has_attribute(value, name)
+        return getattr(value, name, *default) if is_there else default[0]
+
+    def can_be_called(value: Any) -> bool:
+        return callable(asked(value))
+
+    def is_tensor(value: Any) -> bool:
+        return isinstance(asked(value), Tensor)
+
+    def replace_is_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return is_tensor
+
+    functions: dict[str, tuple[Any, Any]] = {
+        "len": (len, length),
+        "isinstance": (isinstance, is_instance),
+        "hasattr": (hasattr, has_attribute),
+        "getattr": (getattr, attribute),
+        "callable": (callable, can_be_called),
+        "type": (type, _type_of(asked)),
+        "is_tensor": (torch.is_tensor, is_tensor),  # where it is imported by its name
+    }
+    with LOCK, patched(torch, "is_tensor", replace_is_tensor):
+        hidden = [
+            (names, name, original)
+            for names in _scopes(model)
+            for name, (original, _) in functions.items()
+            if names.get(name, vars(builtins).get(name)) is original
+        ]
+        own = [(names, name, original) for names, name, original in hidden if name in names]
+        for names, name, _ in hidden:
+            names[name] = functions[name][1]
+        try:
+            yield
+        finally:
+            for names, name, _ in hidden:
+                names.pop(name, None)
+            for names, name, original in own:
+                names[name] = original
+
+
+def _type_of(asked: Callable[[Any], Any]) -> type:
+    """What stands for ``type``: called with one object it gives the class of what is asked in its
+    place; in all else it is as ``type`` is, also in ``isinstance(kind, type)``."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            return type(asked(args[0])) if len(args) == 1 else type(*args, **options)
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, type)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, type)
+
+    class Type(type, metaclass=Meta):
+        pass
+
+    return Type
+
+
+def _scopes(model: nn.Module) -> list[dict[str, Any]]:
+    """The globals of the functions of a model's classes, and of what these globals lead to: of
+    functions, classes and modules that are neither PyTorch's nor Python's."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    found: dict[int, dict[str, Any]] = {}
+    new: list[Any] = [*kinds, *(each for kind in kinds for each in vars(kind).values())]
+    while new:
+        scopes = {id(names): names for value in new for names in _globals_of(value)}
+        fresh = {key: names for key, names in scopes.items() if key not in found}
+        found |= fresh
+        new = [value for names in fresh.values() for value in list(names.values())]
+    return list(found.values())
+
+
+def _globals_of(value: Any) -> Iterator[dict[str, Any]]:
+    """The globals of a function, a class or a module of a model's; nothing for all else."""
+    kind = type(value)  # isinstance() would ask the object, which may be anything
+    if kind is FunctionType:
+        if is_of_a_model(value.__code__.co_filename):
+            yield value.__globals__
+        return
+    module = sys.modules.get(value.__module__) if issubclass(kind, type) else value
+    if issubclass(type(module), ModuleType) and is_of_a_model(_file_of(module)):
+        yield vars(module)
+
+
+def _file_of(module: Any) -> str:
+    """The file of a module. A module that is typed at a prompt has none; nor has one that is built
+    into Python, which is none of a model's."""
+    file = vars(module).get("__file__")
+    return file or ("<stdin>" if module.__name__ == "__main__" else "<built in>")
+
+
+_TENSOR, _PARAMETER = torch.empty(0), nn.Parameter(torch.empty(0))
+_NUMBERS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+
+
+def real_of_export(value: Any) -> Any:
+    """What is asked in the place of an object of an export: a tensor for one without values, a
+    number of Python's for a symbolic one, and for all else the object itself."""
+    kind = type(value)
+    if issubclass(kind, FakeTensor | FunctionalTensor):
+        return _PARAMETER if isinstance(value, nn.Parameter) else _TENSOR
+    return _NUMBERS.get(kind, value)
