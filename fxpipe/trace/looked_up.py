@@ -16,6 +16,7 @@ constant, with a guard. It does not so where the size becomes text, which is "s7
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -53,6 +54,16 @@ class Proxy(fx.Proxy):
     def __format__(self, specification: str) -> str:
         self._note(sys._getframe(1), as_text=True)
         return super().__repr__()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the tensor for which the proxy stands, where a model asks for it by
+        ``x.__class__``, ``match`` or ``functools.singledispatch``; else the proxy's own."""
+        frame = sys._getframe(1)
+        if _asks_for_a_class(frame):
+            tracer: Any = self.tracer
+            return type(tracer.real(self))
+        return Proxy
 
     def __setitem__(self, key: Any, value: Any) -> None:
         tracer: Any = self.tracer
@@ -113,6 +124,15 @@ def texts_guarded() -> Iterator[None]:
             for name in _AS_TEXT:
                 stack.enter_context(patched(kind, name, replaced(number), tells_threads=True))
         yield
+
+
+def _asks_for_a_class(frame: FrameType) -> bool:
+    """Whether a frame, which has asked an object for its ``__class__``, is of the model, and is at
+    an instruction of Python's that does so: by ``x.__class__``, by ``match``, or in
+    ``functools.singledispatch``. In a call it is PyTorch that asks, which would take a proxy that
+    says that it is a tensor for one."""
+    code = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[code] in ("LOAD_ATTR", "MATCH_CLASS") and _is_of_the_model(frame)
 
 
 def _is_of_the_model(frame: FrameType | None) -> bool:

@@ -4,6 +4,8 @@ graph, and no constant."""
 from __future__ import annotations
 
 import copy
+import functools
+import numbers
 import sys
 
 import pytest
@@ -73,6 +75,23 @@ def looped(h):
         return 9.0
 
 
+def matched(value):
+    match value:
+        case Tensor():
+            return True
+    return False
+
+
+@functools.singledispatch
+def dispatched(value):
+    return False
+
+
+@dispatched.register
+def _(value: Tensor):
+    return True
+
+
 INPUTS = {
     "isinstance": lambda m: isinstance(m, Tensor),
     "of several": lambda m: isinstance(m, tuple | Tensor),
@@ -85,6 +104,10 @@ INPUTS = {
     "hasattr": lambda m: not hasattr(m, "lengths"),
     "getattr": lambda m: getattr(m, "lengths", None) is None,
     "callable": lambda m: not callable(m),
+    "match": matched,
+    "singledispatch": dispatched,
+    "__class__": lambda m: m.__class__ is Tensor,
+    "number": lambda m: not isinstance(m, numbers.Number),
 }
 HIDDEN = {
     "isinstance": lambda h: 2.0 if isinstance(h, Tensor) else 3.0,
@@ -95,6 +118,8 @@ HIDDEN = {
     "of a method": lambda h: 2.0 if callable(h.dim) else 3.0,
     "a size": lambda h: 2.0 if isinstance(h.shape[1], int) else 3.0,
     "type of a size": lambda h: 2.0 if type(h.shape[1]) is int else 3.0,
+    "match": lambda h: 2.0 if matched(h) else 3.0,
+    "singledispatch": lambda h: 2.0 if dispatched(h) else 3.0,
     "in an error": swallowed,
     "in a write": written,
     "in a loop": looped,
