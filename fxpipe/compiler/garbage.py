@@ -12,6 +12,9 @@ Python searches every object of the process for cycles that nobody refers to. Th
 PyTorch alone are half a million, and hardly one of them is garbage: a tenth of the time of a
 compilation went into it.
 
+Of the new objects hardly one is garbage either, so that Python looks for it after every
+:data:`AT_ONCE` of them only: after 700, as it does by itself, that took a twentieth of the time.
+
 Memory that a compilation has freed is given back to the system at its end (:mod:`fxpipe.ir.heap`).
 """
 
@@ -28,9 +31,14 @@ OF_PYTHON = 10_000
 """Fewer objects than that are frozen by nobody else: Python 3.12 freezes some hundreds of its own,
 as it starts. Who calls ``gc.freeze`` freezes what an imported PyTorch has, half a million."""
 
+AT_ONCE = 7_000
+"""The new objects after which Python looks for garbage among them, unless it has been told to wait
+for more, or not to look at all."""
+
 _lock = threading.Lock()
 _users = 0  # how many compilations are under way, in all threads
 _has_frozen = False
+_thresholds: tuple[int, int, int] | None = None  # those ahead of the compilations, if changed
 
 
 @contextmanager
@@ -40,12 +48,15 @@ def older_objects_set_aside() -> Iterator[None]:
     Nothing is lost: they are looked at again afterwards. Objects that somebody else has frozen
     (``gc.freeze``) remain so, and then nothing more is set aside.
     """
-    global _users, _has_frozen
+    global _users, _has_frozen, _thresholds
     with _lock:
         if not _users and gc.get_freeze_count() < OF_PYTHON:
             gc.collect(1)  # else what is garbage already would stay for as long as the compilation
             gc.freeze()
             _has_frozen = True
+        if not _users and 0 < gc.get_threshold()[0] < AT_ONCE:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(AT_ONCE, *_thresholds[1:])
         _users += 1
     try:
         yield
@@ -55,4 +66,7 @@ def older_objects_set_aside() -> Iterator[None]:
             if not _users and _has_frozen:
                 gc.unfreeze()
                 _has_frozen = False
+            if not _users and _thresholds is not None:
+                gc.set_threshold(*_thresholds)
+                _thresholds = None
         give_back()

@@ -16,6 +16,7 @@ not run on another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +49,10 @@ class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None:
             kwargs = {**kwargs, "device": seen_on(device)}
-        if func is torch.ops.aten.native_batch_norm_backward.default:
+        instead = _INSTEAD.get(func)
+        if instead is not None:
             with self:
-                found = _gradients_of_batch_norm(*args, **kwargs)
+                found = instead(*args, **kwargs)
             if found is not None:
                 return found
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -63,6 +65,37 @@ class _Describer(TensorDescriber):
         found = super().describe_tensor(t, **options)
         device = seen_on(found.device)
         return found if device == found.device else replace(found, device=device)
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    _momentum: float,
+    _eps: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The results of a batch norm in training, whose memory is not initialised; None if they are
+    not as simple as that, or if the operator may refuse what it is given.
+
+    PyTorch makes fakes of them by some twenty operators, one after the other. Of the running
+    statistics, whose fakes have no values, nothing is seen to change by these either.
+    """
+    if not training or input.ndim < 2 or not input.is_contiguous():
+        return None
+    channels = input.shape[1]
+    is_alike = all(
+        each is None
+        or (each.shape, each.dtype, each.device) == ((channels,), input.dtype, input.device)
+        for each in (weight, bias, running_mean, running_var)
+    )
+    # Statistics of a lower precision have one that depends on the device. One value for each
+    # channel has no variance.
+    if not is_alike or input.dtype not in _WHOLE or input.numel() <= channels:
+        return None
+    return torch.empty_like(input), input.new_empty(channels), input.new_empty(channels)
 
 
 def _gradients_of_batch_norm(
@@ -92,3 +125,12 @@ def _gradients_of_batch_norm(
         for each, is_wanted in zip(of_channels, output_mask[1:], strict=True)
     )
     return torch.empty_like(input), of_weight, of_bias
+
+
+_WHOLE = torch.float32, torch.float64
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _gradients_of_batch_norm,
+}
+"""Functions that make the fakes of an operator's results, or return None where PyTorch has to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ def digest_of_attributes(model: nn.Module, attributes: Attributes) -> Digest:
     Raises:
         NotKept: if a value cannot be compared between processes.
     """
-    digest = Digest(model)
+    digest, found = Digest(model), cache(model.get_submodule)  # a module has several attributes
     for path, name in attributes:
-        value = value_of(model.get_submodule(path), name)
+        value = value_of(found(path), name)
         digest.add(f"{path}.{name}".removeprefix("."), value)
     return digest
 

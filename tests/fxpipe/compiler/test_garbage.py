@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler.garbage import OF_PYTHON, older_objects_set_aside
+from fxpipe.compiler.garbage import AT_ONCE, OF_PYTHON, older_objects_set_aside
 
 
 class Cycle:
@@ -71,6 +71,30 @@ def test_what_somebody_else_has_frozen_stays_frozen():
         gc.unfreeze()
     gc.collect()
     assert was_frozen() is None
+
+
+@pytest.fixture
+def thresholds():
+    before = gc.get_threshold()
+    yield before
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_looked_for_less_often_until_the_last_compilation_ends(thresholds):
+    gc.set_threshold(700, 10, 10)
+    with older_objects_set_aside():
+        with older_objects_set_aside():
+            pass
+        assert gc.get_threshold() == (AT_ONCE, 10, 10)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("own", [0, 10 * AT_ONCE])
+def test_a_threshold_that_somebody_else_has_set_is_kept(thresholds, own):
+    gc.set_threshold(own, 10, 10)
+    with older_objects_set_aside():
+        assert gc.get_threshold() == (own, 10, 10)
+    assert gc.get_threshold() == (own, 10, 10)
 
 
 class Counts(nn.Module):
