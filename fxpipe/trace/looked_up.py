@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir import augmented
@@ -37,7 +37,7 @@ from fxpipe.trace.told import is_only_told
 
 class Proxy(fx.Proxy):
     """A proxy that tells its tracer where a model has used it as a key, or written it as text, or
-    has tried to write to a part of it."""
+    has written to a part or an attribute of it."""
 
     def __hash__(self) -> int:
         self._note(sys._getframe(1))
@@ -64,6 +64,12 @@ class Proxy(fx.Proxy):
             tracer: Any = self.tracer
             return type(tracer.real(self))
         return Proxy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name):  # any other is an attribute of the model's own
+            tracer: Any = self.tracer
+            tracer.note(f"it sets .{name} of a value, which fx does not record")
+        super().__setattr__(name, value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         tracer: Any = self.tracer

@@ -466,20 +466,32 @@ def data_used(*, detached: bool) -> Iterator[list[str]]:
     Export loses track of ``tensor.data``: writes to it are missing from the graph, or fail. With
     ``detached`` the model gets ``tensor.detach()`` in its place. The difference is that autograd
     notices writes to a detached tensor: where the model writes to a tensor that is saved for the
-    backward, the backward of the graph then fails.
+    backward, the backward of the graph then fails. To set it to another tensor is refused.
     """
     files: list[str] = []
+    read: list[tuple[Tensor, Tensor]] = []  # what has been read, and what the model got for it
 
     def replace(original: Any) -> Any:
         def data(tensor: Tensor) -> Tensor:
             code = caller().f_code
-            if torch.compiler.is_exporting() and is_of_a_model(code.co_filename):
-                files.append(code.co_filename)
-                if detached:
-                    return tensor.detach()
-            return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
+            if not (torch.compiler.is_exporting() and is_of_a_model(code.co_filename)):
+                return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
+            files.append(code.co_filename)
+            read.append((tensor, tensor.detach() if detached else original.__get__(tensor, Tensor)))
+            return read[-1][1]
 
-        return property(data, original.__set__)
+        def set_data(tensor: Tensor, value: Tensor) -> None:
+            # ``x.data *= y`` writes in place, and then sets x.data to what it has read.
+            is_the_same = any(tensor is own and value is got for own, got in read)
+            is_the_models = is_of_a_model(caller().f_code.co_filename)
+            if torch.compiler.is_exporting() and is_the_models and not is_the_same:
+                raise Refused(
+                    "it sets .data of a value, of which no graph can tell: compute another tensor, "
+                    "or write to it in place under torch.no_grad()"
+                )
+            original.__set__(tensor, value)
+
+        return property(data, set_data)
 
     with patched(Tensor, "data", replace):
         yield files

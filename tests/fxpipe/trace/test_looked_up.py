@@ -114,3 +114,45 @@ def test_a_size_that_is_only_told_may_vary(tell, tracer):
             pipe(torch.randn(4, length, 4))
         # Export traces the first length by itself, and then all of them.
         assert len(pipe.compilations) == (1 if tracer == "symbolic" else 2)
+
+
+def multiplied(h, mask):
+    h.data *= mask
+
+
+def replaced(h, mask):
+    h.data = h.data * mask
+
+
+def of_a_copy(h, mask):
+    h.detach().data *= mask
+
+
+class Written(nn.Module):
+    """Scales what is hidden by its mask, by an attribute of the tensor."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 4), nn.Linear(4, 4), write
+
+    def forward(self, x, mask):
+        h = self.a(x)
+        self.write(h, mask)
+        h.named = h * 2
+        return self.b(h.named)
+
+
+@pytest.mark.parametrize("write", [multiplied, replaced, of_a_copy])
+def test_what_is_written_to_an_attribute_of_a_value_is_not_lost(write):
+    model = Written(write)
+    example = torch.randn(4, 4), torch.ones(4, 4)  # which hides that the mask is left out
+    if write is replaced:
+        said = (
+            r"symbolic: it sets .data of a value, .*\n *export: it sets .data of a value.*h.data \* mask"
+        )
+        with pytest.raises(fxpipe.TraceError, match=said):
+            fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=example)
+        return
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=example)
+    x, mask = torch.randn(4, 4), torch.zeros(4, 4)
+    torch.testing.assert_close(pipe(x, mask), copy.deepcopy(model)(x, mask))
