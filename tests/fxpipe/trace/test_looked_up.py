@@ -148,7 +148,8 @@ def test_what_is_written_to_an_attribute_of_a_value_is_not_lost(write):
     example = torch.randn(4, 4), torch.ones(4, 4)  # which hides that the mask is left out
     if write is replaced:
         said = (
-            r"symbolic: it sets .data of a value, .*\n *export: it sets .data of a value.*h.data \* mask"
+            r"symbolic: it sets .data of a value, .*\n"
+            r" *export: it sets .data of a value.*h.data \* mask"
         )
         with pytest.raises(fxpipe.TraceError, match=said):
             fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=example)
