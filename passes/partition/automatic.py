@@ -238,6 +238,7 @@ def posed(
             f"more: it has {len(work)} node{'s' * (len(work) != 1)}, of which those that share "
             f"written memory, or are parts of one result, stay together; {heaviest(graph)}; give "
             + ("1 device" if found.dag.size == 1 else f"{found.dag.size} devices, or fewer")
+            + "; a schedule with several stages on each device, such as zbv, needs more of them"
         )
     return found, target, _pins(found, work, spec.pins, target.stages)
 
