@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir.errors import TraceError
-from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.ir.log import warn
+from fxpipe.ir.source import is_of_a_layer, is_of_a_model, is_of_torch, is_ours
 from fxpipe.trace import checks
 from fxpipe.trace.errors import at, is_model_line, suppressed
 from fxpipe.trace.example import Example
@@ -40,15 +41,15 @@ _PROPERTIES = "grad_fn", "is_leaf"
 
 @contextmanager
 def modes_asked() -> Iterator[list[str]]:
-    """Yields the lines of the model that ask, within the ``with`` block and in this thread, whether
-    gradients are recorded: a list that grows."""
+    """Yields the lines of the model, or of layers of PyTorch's, that ask, within the ``with`` block
+    and in this thread, whether gradients are recorded: a list that grows."""
     lines: list[str] = []
     thread = threading.get_ident()
 
     def note() -> None:
-        # PyTorch asks, too, in its own functions and layers.
-        code = sys._getframe(2).f_code
-        if threading.get_ident() == thread and is_of_a_model(code.co_filename):
+        # PyTorch asks, too, in its own functions.
+        file = sys._getframe(2).f_code.co_filename
+        if threading.get_ident() == thread and (is_of_a_model(file) or is_of_a_layer(file)):
             lines.append(at(traceback.extract_stack(sys._getframe(2), limit=1)[0]))
 
     def function(original: Callable[[], bool]) -> Callable[[], bool]:
@@ -75,7 +76,8 @@ def modes_asked() -> Iterator[list[str]]:
 
 def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: list[str]) -> None:
     """Raise TraceError if the model's output on these tensors depends on whether gradients are
-    recorded, for which it asks at ``lines``.
+    recorded, for which it asks at ``lines``. Warn if only layers of PyTorch's ask: they have a way
+    for where none are recorded, which is meant to be faster.
 
     Of a hidden value they are recorded where parameters ahead of it are trained, which frozen ones
     may be later on. So the model runs with all of its parameters trained, too. A mode in which the
@@ -92,12 +94,22 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
         with suppressed(), trained:
             outputs.append(example.run(tensors, recorded=True).output)
     # PyTorch may choose other kernels where it keeps nothing for a backward.
-    if any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
+    if not any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
+        return
+    depends = (
+        f"the output of {type(example.model).__name__} depends on whether gradients are recorded"
+    )
+    of_the_model = [line for line in lines if not is_of_torch(line)]
+    if of_the_model:
         raise TraceError(
-            f"the output of {type(example.model).__name__} depends on whether gradients are "
-            f"recorded, for which it asks (at {lines[0]}), and one graph serves calls with "
+            f"{depends}, for which it asks (at {of_the_model[0]}), and one graph serves calls with "
             "gradients and calls without: let it ask for self.training instead"
         )
+    warn(
+        f"{depends}: PyTorch has a fast path for where none are (at {lines[0]}), which "
+        "gives zeros at padded positions, say. The pipeline gives what the model gives where they "
+        "are, in all calls. torch.backends.mha.set_fastpath_enabled(False) lets the model do so"
+    )
 
 
 @contextmanager

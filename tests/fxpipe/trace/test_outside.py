@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -115,3 +116,36 @@ def test_a_frozen_model_is_refused_that_does_something_else_once_it_is_thawed(
     with pytest.raises(TraceError, match=r"asks \(at .*# asks"):
         fxpipe.compile(model, TWO, chunks=2, tracer=tracer, example_inputs=(X,))
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+class Padded(nn.Module):
+    """Two layers of PyTorch's transformer, which have a fast path for eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.encoder(x, src_key_padding_mask=mask))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_a_fast_path_of_pytorchs_that_gives_something_else_is_warned_of(
+    is_trained: bool, padded: int
+) -> None:
+    x, mask = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
+    mask[::2, 6 - padded :] = True
+    model = Padded().train(is_trained)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x, mask)) as pipe:
+            pipe.eval()
+            with torch.no_grad():
+                found = pipe(x, mask)
+    said = [str(each.message) for each in caught if "fast path" in str(each.message)]
+    assert bool(said) is bool(padded)
+    if said:
+        assert "(at " in said[0] and "transformer.py" in said[0]
+    torch.testing.assert_close(found, model.eval()(x, mask))
