@@ -34,7 +34,9 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def is_opened(value: Any) -> bool:
-    """Whether it is an object with attributes; classes, functions and modules are not."""
+    """Whether it is an object with attributes; tensors, classes, functions and modules are not."""
+    if isinstance(value, VARYING):
+        return False
     return bool(attributes(value)) and not callable(value) and not isinstance(value, Enum)
 
 

@@ -11,6 +11,7 @@ the random number generators as they were.
 ::
 
     example              the call that is traced: its tensors, and its constants
+    attributes           the attributes that are set on inputs
     arguments            the arguments that a call changes
     twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
@@ -52,6 +53,7 @@ from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import checks, export, outside, recorders, state, symbolic
+from fxpipe.trace.attributes import attributes_refused
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
@@ -141,13 +143,15 @@ def to_be_compared(
     before it is used. It takes one trace, and no run of the model.
 
     None where :func:`trace` has to do more: where another front end comes first; where the model
-    has hooks, or parts that are kept whole, of which runs of the model tell more; or where the
-    model cannot be traced.
+    has hooks, or parts that are kept whole, or an input has attributes, of which runs of the model
+    tell more; or where the model cannot be traced.
     """
     if tracer not in ("auto", "export") or recorders.has_hooks(model):
         return None
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
+        if example.attributes:
+            return None
         try:
             _refuse_what_has_no_values(model, example)
             _refuse_what_cannot_be_traced(model, example)
@@ -180,7 +184,7 @@ def runs_alike(
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
         with phase("references", quiet=True), suppressed():
-            with outside.modes_asked() as lines:
+            with attributes_refused(example), outside.modes_asked() as lines:
                 reference = checks.smallest_reference(example, recorded=True)
             outside.refuse_other_outputs(example, reference.tensors, lines)
             seen = reference.result
@@ -272,7 +276,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         recorders.learn(example)
     try:
         with phase("references", quiet=True):
-            with outside.modes_asked() as lines:
+            with attributes_refused(example), outside.modes_asked() as lines:
                 references = checks.references(example) if check else []
             if references:
                 outside.refuse_other_outputs(example, references[-1].tensors, lines)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.tensors import attributes_of
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
 from fxpipe.trace.gradients import (
@@ -121,6 +122,8 @@ class Example:
     is_compared: bool = True
     """Whether the graph will be compared with the model. If not, as on "meta", nothing may be taken
     for granted that only the comparison shows."""
+    attributes: frozenset[str] = frozenset()
+    """The names of the attributes that the user has set on the tensors."""
 
     @staticmethod
     def of(
@@ -151,6 +154,7 @@ class Example:
             dims,
             any_size=any_size and is_compared,
             is_compared=is_compared,
+            attributes=frozenset(name for tensor in tensors for name in attributes_of(tensor)),
         )
 
     @property
