@@ -22,6 +22,8 @@ the random number generators as they were.
     other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
+    outside              whether a model asks if gradients are recorded, and to what effect
+    layouts              the same for the layout of tensors
     folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
     repeated, operators  layers that repeat are exported once
@@ -52,7 +54,7 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.ir.tensors import tensors_of
-from fxpipe.trace import checks, export, outside, recorders, state, symbolic
+from fxpipe.trace import checks, export, layouts, outside, recorders, state, symbolic
 from fxpipe.trace.attributes import attributes_refused
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
@@ -184,14 +186,20 @@ def runs_alike(
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
         with phase("references", quiet=True), suppressed():
-            with attributes_refused(example), outside.modes_asked() as lines:
+            with (
+                attributes_refused(example),
+                outside.modes_asked() as lines,
+                layouts.layouts_asked() as of_layouts,
+            ):
                 reference = checks.smallest_reference(example, recorded=True)
             outside.refuse_other_outputs(example, reference.tensors, lines)
+            layouts.refuse_other_outputs(example, reference.tensors, of_layouts)
             seen = reference.result
             if seen.changed or seen.written or seen.draws or seen.outside or seen.replaced:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
+                layouts.compare(example, reference.tensors, traced, of_layouts)
             traced.refused_sizes = checks.refused_sizes(example, [reference])
             return True
         return False
@@ -276,10 +284,15 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         recorders.learn(example)
     try:
         with phase("references", quiet=True):
-            with attributes_refused(example), outside.modes_asked() as lines:
+            with (
+                attributes_refused(example),
+                outside.modes_asked() as lines,
+                layouts.layouts_asked() as of_layouts,
+            ):
                 references = checks.references(example) if check else []
             if references:
                 outside.refuse_other_outputs(example, references[-1].tensors, lines)
+                layouts.refuse_other_outputs(example, references[-1].tensors, of_layouts)
         _refuse_iterators(model, references)
     except TraceError:
         raise
@@ -312,6 +325,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                 if references:
                     with phase("comparison", quiet=True):
                         traced = _checked(example, references, traced)
+                        layouts.compare(example, references[-1].tensors, traced, of_layouts)
                     traced.refused_sizes = checks.refused_sizes(example, references)
                     if traced.front_end != "symbolic":
                         traced.settled = set_once

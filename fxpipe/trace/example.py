@@ -202,18 +202,20 @@ class Example:
         recorded: bool = False,
         backward: Collection[str] = (),
         watched: bool = False,
+        given: Callable[[Tensor], Tensor] = torch.clone,
     ) -> Effects:
         """Run the model, or its graph, on these tensors, without side effects on the model.
 
         Args:
-            tensors: the inputs; they are cloned first.
+            tensors: the inputs; the run gets a copy of each.
             traced: the graph to run in place of the model.
             recorded: whether autograd records a history; ``Effects.history`` then describes it.
             backward: the names of the parameters whose gradients are wanted. If there are any, a
                 history is recorded, and a backward is run for ``Effects.gradients``.
             watched: whether writes to parameters are noted and undone, which takes time.
+            given: makes the copy of an input.
         """
-        run = partial(self._run, tensors, traced, watched=watched)
+        run = partial(self._run, tensors, traced, watched=watched, given=given)
         if recorded and not backward:
             return without_saved_tensors(partial(run, recorded=True))
         return run(recorded=recorded or bool(backward), backward=backward)
@@ -226,8 +228,9 @@ class Example:
         recorded: bool,
         backward: Collection[str] = (),
         watched: bool,
+        given: Callable[[Tensor], Tensor],
     ) -> Effects:
-        clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
+        clones = [given(tensor) for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
         )
