@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.tensors import is_shape
 
 VARYING = (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What may differ from call to call, also while a model is traced; all else is constant."""
@@ -33,7 +34,9 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def is_opened(value: Any) -> bool:
-    """Whether it is an object with attributes; classes, functions and modules are not."""
+    """Whether it is an object with attributes; tensors, classes, functions and modules are not."""
+    if isinstance(value, VARYING):
+        return False
     return bool(attributes(value)) and not callable(value) and not isinstance(value, Enum)
 
 
@@ -69,7 +72,7 @@ class _Hole:
 @dataclass(frozen=True)
 class _HollowSize:
     """Stands for a ``torch.Size`` with holes in it, since a ``torch.Size`` can hold numbers only.
-    An object whose shape depends on the batch has one: a distribution, say."""
+    A shape that depends on the batch is one: that of a distribution, say."""
 
     sizes: tuple[Any, ...]
 
@@ -95,7 +98,7 @@ class _Part:
     def of(value: Any) -> tuple[list[Any], _Part]:
         if isinstance(value, VARYING):
             return [value], _Part(hole := _Hole(), [hole], [""], {})
-        if not is_opened(value):
+        if not is_opened(value) and not is_shape(value):
             return [], _Part(value, [], [], {})
         within = list(all_parts(value))
         paths: dict[int, str] = {}
@@ -107,7 +110,7 @@ class _Part:
         shapes = {
             id(part): _HollowSize(tuple(holes.get(id(size), size) for size in part))
             for _, part, _ in within
-            if isinstance(part, torch.Size) and not holes.keys().isdisjoint(map(id, part))
+            if is_shape(part) and not holes.keys().isdisjoint(map(id, part))
         }
         try:
             emptied = _copied(value, kept | holes | shapes)
@@ -150,7 +153,7 @@ class Structure:
 
         A tensor that occurs several times within an object counts once.
         """
-        flat, spec = pytree.tree_flatten(value)
+        flat, spec = pytree.tree_flatten(value, is_leaf=is_shape)
         found = [_Part.of(part) for part in flat]
         tensors = [tensor for within, _ in found for tensor in within]
         return tensors, Structure([part for _, part in found], spec, same_objects(tensors))

@@ -38,6 +38,23 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, torch.Size)
 
 
+_PLAIN = "torch", "fxpipe"
+
+
+def class_of(tensor: Tensor) -> type[Tensor]:
+    """The class of a tensor, if it is one of the user's or of another library's; else Tensor, since
+    a part of a parameter, say, is a plain tensor."""
+    kind = type(tensor)
+    return Tensor if kind.__module__.partition(".")[0] in _PLAIN else kind
+
+
+def attributes_of(tensor: Tensor) -> tuple[str, ...]:
+    """The names of the attributes that have been set on a tensor. Those of a subclass of PyTorch's
+    or ours are its own affair."""
+    is_known = type(tensor) is Tensor or class_of(tensor) is not Tensor
+    return tuple(sorted(vars(tensor))) if is_known else ()
+
+
 def with_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A value (any pytree) with each tensor replaced by what the function gives for it."""
     if isinstance(value, Tensor):

@@ -49,6 +49,7 @@ from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
 from fxpipe.trace.itself import OnTheInputs
+from fxpipe.trace.layouts import layouts_asked
 from fxpipe.trace.outside import modes_asked
 from fxpipe.trace.premises import Reads, attributes_read
 
@@ -124,7 +125,7 @@ class Asking:
         # What is replaced for the check on the model's modules are no premises.
         are_replaced = bool(batch_norms(runs.model) or dropouts(runs.model))
         watch = nullcontext(Reads()) if are_replaced else attributes_read(runs.model)
-        with watch as by_the_check, modes_asked() as lines:
+        with watch as by_the_check, modes_asked() as lines, layouts_asked() as of_layouts:
             verdict = check.verdict()
         if verdict is None:
             runs.still_more()
@@ -135,7 +136,7 @@ class Asking:
             return None
         found = self.meaning(dims, verdict, ways)
         # Each run records gradients: what the model does without is seen in more runs of it.
-        as_it_runs = not (check.has_effects or are_replaced or lines)
+        as_it_runs = not (check.has_effects or are_replaced or lines or of_layouts)
         found.graph = Compared(traced, by_the_check | reads if as_it_runs else reads, as_it_runs)
         return found
 

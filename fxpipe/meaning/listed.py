@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.structure import Structure, children, map_tensors
+from fxpipe.ir.tensors import is_shape
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim, Parts
@@ -120,7 +121,10 @@ class Listed:
             said = [named[id(t)].said for t in Structure.of(value)[0]] if _is_list(value) else [0]
             return all(s is INFER or s == LISTED for s in said) and _are_alike(value)
 
-        flat, spec = pytree.tree_flatten(dict(bound.arguments), is_leaf=is_rows)
+        def is_leaf(value: Any) -> bool:
+            return is_shape(value) or is_rows(value)
+
+        flat, spec = pytree.tree_flatten(dict(bound.arguments), is_leaf=is_leaf)
         leaves: list[_RowList | Structure] = []
         found: list[Input] = []
         lengths = set()

@@ -11,6 +11,7 @@ the random number generators as they were.
 ::
 
     example              the call that is traced: its tensors, and its constants
+    attributes           the attributes that are set on inputs
     arguments            the arguments that a call changes
     twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
@@ -21,6 +22,8 @@ the random number generators as they were.
     other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
+    outside              whether a model asks if gradients are recorded, and to what effect
+    layouts              the same for the layout of tensors
     folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
     repeated, operators  layers that repeat are exported once
@@ -51,7 +54,8 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.ir.tensors import tensors_of
-from fxpipe.trace import checks, export, outside, recorders, state, symbolic
+from fxpipe.trace import checks, export, layouts, outside, recorders, state, symbolic
+from fxpipe.trace.attributes import attributes_refused
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
@@ -141,13 +145,15 @@ def to_be_compared(
     before it is used. It takes one trace, and no run of the model.
 
     None where :func:`trace` has to do more: where another front end comes first; where the model
-    has hooks, or parts that are kept whole, of which runs of the model tell more; or where the
-    model cannot be traced.
+    has hooks, or parts that are kept whole, or an input has attributes, of which runs of the model
+    tell more; or where the model cannot be traced.
     """
     if tracer not in ("auto", "export") or recorders.has_hooks(model):
         return None
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
+        if example.attributes:
+            return None
         try:
             _refuse_what_has_no_values(model, example)
             _refuse_what_cannot_be_traced(model, example)
@@ -180,14 +186,20 @@ def runs_alike(
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
         with phase("references", quiet=True), suppressed():
-            with outside.modes_asked() as lines:
+            with (
+                attributes_refused(example),
+                outside.modes_asked() as lines,
+                layouts.layouts_asked() as of_layouts,
+            ):
                 reference = checks.smallest_reference(example, recorded=True)
             outside.refuse_other_outputs(example, reference.tensors, lines)
+            layouts.refuse_other_outputs(example, reference.tensors, of_layouts)
             seen = reference.result
             if seen.changed or seen.written or seen.draws or seen.outside or seen.replaced:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
+                layouts.compare(example, reference.tensors, traced, of_layouts)
             traced.refused_sizes = checks.refused_sizes(example, [reference])
             return True
         return False
@@ -272,10 +284,15 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         recorders.learn(example)
     try:
         with phase("references", quiet=True):
-            with outside.modes_asked() as lines:
+            with (
+                attributes_refused(example),
+                outside.modes_asked() as lines,
+                layouts.layouts_asked() as of_layouts,
+            ):
                 references = checks.references(example) if check else []
             if references:
                 outside.refuse_other_outputs(example, references[-1].tensors, lines)
+                layouts.refuse_other_outputs(example, references[-1].tensors, of_layouts)
         _refuse_iterators(model, references)
     except TraceError:
         raise
@@ -308,6 +325,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                 if references:
                     with phase("comparison", quiet=True):
                         traced = _checked(example, references, traced)
+                        layouts.compare(example, references[-1].tensors, traced, of_layouts)
                     traced.refused_sizes = checks.refused_sizes(example, references)
                     if traced.front_end != "symbolic":
                         traced.settled = set_once

@@ -24,7 +24,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -34,6 +34,8 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import FakeTensor, FunctionalTensor
 from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.tensors import class_of
+from fxpipe.trace.errors import Refused
 from fxpipe.trace.patches import LOCK, patched
 
 
@@ -163,10 +165,26 @@ _TENSOR, _PARAMETER = torch.empty(0), nn.Parameter(torch.empty(0))
 _NUMBERS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
 
-def real_of_export(value: Any) -> Any:
-    """What is asked in the place of an object of an export: a tensor for one without values, a
-    number of Python's for a symbolic one, and for all else the object itself."""
-    kind = type(value)
-    if issubclass(kind, FakeTensor | FunctionalTensor):
-        return _PARAMETER if isinstance(value, nn.Parameter) else _TENSOR
-    return _NUMBERS.get(kind, value)
+def real_of_export(inputs: Sequence[Tensor]) -> Callable[[Any], Any]:
+    """A function that gives what is asked in the place of an object of an export: a tensor for one
+    without values, a number of Python's for a symbolic one, and for all else the object itself.
+
+    It raises ``Refused`` for a tensor without values where one of the inputs is of a class of its
+    own, which what is computed from it may have, too.
+    """
+    own = {kind.__name__ for kind in map(class_of, inputs) if kind is not Tensor}
+
+    def real(value: Any) -> Any:
+        kind = type(value)
+        if not issubclass(kind, FakeTensor | FunctionalTensor):
+            return _NUMBERS.get(kind, value)
+        if isinstance(value, nn.Parameter):
+            return _PARAMETER
+        if own:
+            raise Refused(
+                "it asks for the class of a value, and an input is of the class "
+                f"{', '.join(sorted(own))}, of which an export knows nothing"
+            )
+        return _TENSOR
+
+    return real

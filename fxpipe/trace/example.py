@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.tensors import attributes_of
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
 from fxpipe.trace.gradients import (
@@ -121,6 +122,8 @@ class Example:
     is_compared: bool = True
     """Whether the graph will be compared with the model. If not, as on "meta", nothing may be taken
     for granted that only the comparison shows."""
+    attributes: frozenset[str] = frozenset()
+    """The names of the attributes that the user has set on the tensors."""
 
     @staticmethod
     def of(
@@ -151,6 +154,7 @@ class Example:
             dims,
             any_size=any_size and is_compared,
             is_compared=is_compared,
+            attributes=frozenset(name for tensor in tensors for name in attributes_of(tensor)),
         )
 
     @property
@@ -198,18 +202,20 @@ class Example:
         recorded: bool = False,
         backward: Collection[str] = (),
         watched: bool = False,
+        given: Callable[[Tensor], Tensor] = torch.clone,
     ) -> Effects:
         """Run the model, or its graph, on these tensors, without side effects on the model.
 
         Args:
-            tensors: the inputs; they are cloned first.
+            tensors: the inputs; the run gets a copy of each.
             traced: the graph to run in place of the model.
             recorded: whether autograd records a history; ``Effects.history`` then describes it.
             backward: the names of the parameters whose gradients are wanted. If there are any, a
                 history is recorded, and a backward is run for ``Effects.gradients``.
             watched: whether writes to parameters are noted and undone, which takes time.
+            given: makes the copy of an input.
         """
-        run = partial(self._run, tensors, traced, watched=watched)
+        run = partial(self._run, tensors, traced, watched=watched, given=given)
         if recorded and not backward:
             return without_saved_tensors(partial(run, recorded=True))
         return run(recorded=recorded or bool(backward), backward=backward)
@@ -222,8 +228,9 @@ class Example:
         recorded: bool,
         backward: Collection[str] = (),
         watched: bool,
+        given: Callable[[Tensor], Tensor],
     ) -> Effects:
-        clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
+        clones = [given(tensor) for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
         )

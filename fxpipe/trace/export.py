@@ -165,7 +165,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 exported_somewhere(example),
                 prints() as printed,
                 tensor_hooks() as hooked,
-                questions_answered(example.model, real_of_export),
+                questions_answered(example.model, real_of_export(example.tensors)),
                 texts_guarded(),
                 unwatched() as watched,
             ):

@@ -80,7 +80,8 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     for where none are recorded, which is meant to be faster.
 
     Of a hidden value they are recorded where parameters ahead of it are trained, which frozen ones
-    may be later on. So the model runs with all of its parameters trained, too. A mode in which the
+    may be later on. So the model runs with all of its parameters trained, too; and once with inputs
+    that have a history. A mode in which the
     model does not run is left out: the pipeline runs its graph there, too, and can differ from no
     output.
     """
@@ -93,6 +94,8 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     for trained in nullcontext(), _all_trained(example.model):
         with suppressed(), trained:
             outputs.append(example.run(tensors, recorded=True).output)
+    with suppressed():
+        outputs.append(example.run(tensors, recorded=True, given=_with_history).output)
     # PyTorch may choose other kernels where it keeps nothing for a backward.
     if not any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
         return
@@ -110,6 +113,13 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
         "gives zeros at padded positions, say. The pipeline gives what the model gives where they "
         "are, in all calls. torch.backends.mha.set_fastpath_enabled(False) lets the model do so"
     )
+
+
+def _with_history(tensor: Tensor) -> Tensor:
+    """A copy of an input that a model ahead of this one could have computed."""
+    with torch.inference_mode(False), torch.enable_grad():
+        copy = tensor.detach().clone()
+        return copy.requires_grad_(copy.is_floating_point()).clone()
 
 
 @contextmanager

@@ -40,6 +40,8 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.requires_grad                flags_read        to see which flags a forward branches by
     SymInt.__repr__, SymFloat, SymBool  texts_guarded     to guard sizes of which text is made
     Tensor.grad_fn, torch.is_grad_en... modes_asked       to see who asks whether gradients are kept
+    Tensor.stride, Tensor._version...   layouts_asked     to see who asks for the layout of a tensor
+    Tensor.__getattr__                  attributes_re...  to see who asks for an input's attribute
     torch.is_tensor                     questions_answ... to answer as in a real run
 
 Beside these, ``len``, ``isinstance``, ``type`` and some more are put among the globals of a model's

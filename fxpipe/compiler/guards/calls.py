@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.structure import Structure, is_opened, leaves
+from fxpipe.ir.tensors import attributes_of, class_of
 from fxpipe.runtime.microbatch import InDim
 from fxpipe.trace import bound_arguments
 
@@ -91,6 +92,12 @@ class GuardedCall:
             (path, isinstance(value, Tensor)) for part in self._leaves for path, value in part
         )
         return spec, kinds, places, self._taken_apart[1].same
+
+    @property
+    def classes(self) -> tuple[Hashable, ...]:
+        """The class of each tensor, and the attributes that are set on it: a forward may ask for
+        both."""
+        return tuple((class_of(tensor), *attributes_of(tensor)) for tensor in self.tensors)
 
     @property
     def require_gradients(self) -> tuple[bool, ...]:

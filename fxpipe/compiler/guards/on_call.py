@@ -30,15 +30,20 @@ class ArgumentsGuard:
 
     kind: ClassVar[str] = "arguments"
     built: tuple[Hashable, ...]
+    classes: tuple[Hashable, ...]
     names: tuple[str, ...]
 
     def holds(self, call: GuardedCall) -> bool:
-        return self.built == call.built
+        return self.built == call.built and self.classes == call.classes
 
     def failure(self, call: GuardedCall) -> str:
         now = tuple(call.arguments)
         if now != self.names:
             return f"arguments: {', '.join(self.names)} → {', '.join(now)}"
+        if self.built == call.built:
+            pairs = zip(call.paths, self.classes, call.classes, strict=True)
+            path = next(path for path, then, now in pairs if then != now)
+            return f"arguments: {path} is of another class, or has other attributes"
         if self.built[:-1] == call.built[:-1]:
             return f"arguments: other ones of {', '.join(now)} are one and the same tensor"
         return f"arguments: {', '.join(now)} are nested otherwise"

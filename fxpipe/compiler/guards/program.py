@@ -57,7 +57,7 @@ class Guards:
         self.state = StateGuard(call.model, [premises])
         asks = any(name == OF_INPUTS for _, name in premises.attributes())
         self._all: tuple[Guard, ...] = (
-            ArgumentsGuard(call.built, tuple(call.arguments)),
+            ArgumentsGuard(call.built, call.classes, tuple(call.arguments)),
             *(ShapeGuard.of(i, *each, kind, sizes) for i, each in enumerate(tensors)),
             *(ConstantGuard.of(i, *each) for i, each in enumerate(constants)),
             *([RowsGuard(largest_batch, dims)] if largest_batch < sys.maxsize else []),

@@ -23,6 +23,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
     tensors = [part for part in parts if type(part) is Tensor]
     if not all(isinstance(part, _CONSTANTS) or type(part) is Tensor for part in parts):
         return None, tensors
+    if any(vars(tensor) for tensor in tensors):  # of which a forward may ask
+        return None, tensors
     if any(tensor.is_nested for tensor in tensors):
         return None, tensors  # to ask one for its shape is an error
     kinds = [

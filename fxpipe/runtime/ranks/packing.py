@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.tensors import is_shape
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
 _LARGEST = 2**63
@@ -253,7 +254,7 @@ def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]
 def _flattened(values: Any) -> tuple[Sequence[Any], pytree.TreeSpec]:
     if type(values) is tuple and {*map(type, values)} == _TENSORS:
         return values, _of_tuple(len(values))  # by far the most frequent case
-    leaves, nesting = pytree.tree_flatten(values)
+    leaves, nesting = pytree.tree_flatten(values, is_leaf=is_shape)
     return leaves, nesting
 
 

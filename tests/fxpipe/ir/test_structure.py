@@ -120,3 +120,20 @@ def test_a_shape_within_an_object_follows_what_it_is_filled_with() -> None:
     assert structure.paths() == [".keys", ".values[1]", ".shape[0]"] and found[2] is symbol
     again = structure.fill([torch.zeros(2), torch.zeros(2), 5])
     assert type(again.shape) is torch.Size and again.shape == (5, 4)
+
+
+def test_a_shape_is_built_again_as_one() -> None:
+    """PyTorch's own pytree makes a tuple of it, which has no ``numel()``."""
+    given = {"size": torch.Size([2, 3]), "x": torch.ones(1)}
+    tensors, structure = Structure.of(given)
+    again = structure.fill(tensors)
+    assert type(again["size"]) is torch.Size and again["size"].numel() == 6
+    assert structure.fits(Structure.of(again)[1])
+
+
+def test_a_shape_with_symbols_follows_what_it_is_filled_with() -> None:
+    symbol = ShapeEnv().create_unbacked_symint()
+    found, structure = Structure.of((torch.Size([symbol, 4]),))
+    assert structure.paths() == ["[0][0]"] and found == [symbol]
+    (again,) = structure.fill([5])
+    assert type(again) is torch.Size and again == (5, 4)

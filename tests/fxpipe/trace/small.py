@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import FakeTensor, FunctionalTensor
 from fxpipe.trace import Traced
 
 BOTH = pytest.mark.parametrize("tracer", ["symbolic", "export"])
@@ -19,6 +20,11 @@ def x(batch: int = 4, width: int = 8) -> Tensor:
 
 def run(traced: Traced, *args: Any, **kwargs: Any) -> Any:
     return traced.rebuild(traced.graph_module(*traced.bind(args, kwargs)))
+
+
+def in_a_run(x: Any) -> bool:
+    """Whether a model that is given ``x`` runs, and is not being traced."""
+    return not isinstance(x, fx.Proxy | FakeTensor | FunctionalTensor)
 
 
 def placeholders(traced: Traced) -> list[str]:

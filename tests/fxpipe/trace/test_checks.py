@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.trace import TraceError, checks, export, regions, trace
 from fxpipe.trace.example import Example
-from tests.fxpipe.trace.small import BOTH, MLP, run, x
+from tests.fxpipe.trace.small import BOTH, MLP, in_a_run, run, x
 
 
 def test_random_numbers_that_fx_would_freeze_go_to_export() -> None:
@@ -113,7 +113,7 @@ class Counting(MLP):
     rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.__class__ is Tensor:  # in a run
+        if in_a_run(x):
             Counting.rows += x.shape[0]
         return super().forward(x)
 
@@ -143,7 +143,7 @@ def test_hooks_of_the_models_own_on_gradients_are_not_lost(tracer: str) -> None:
 def test_a_lack_of_memory_is_no_reason_to_try_another_way(tracer: str, error: Exception) -> None:
     class Full(MLP):
         def forward(self, x: Tensor) -> Tensor:
-            if x.__class__ is not Tensor:  # while it is traced
+            if not in_a_run(x):
                 raise error
             return super().forward(x)
 

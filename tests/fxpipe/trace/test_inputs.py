@@ -73,6 +73,18 @@ def test_canonical_puts_arguments_where_the_signature_does() -> None:
         canonical(Options(), (), {})
 
 
+class Resized(nn.Module):
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        return x.sum(1, keepdim=True).expand(-1, size.numel()) * 2
+
+
+@BOTH
+def test_a_shape_is_an_argument(tracer: str) -> None:
+    size = torch.Size([2, 3])
+    traced = trace(Resized(), (x(), size), tracer=tracer)
+    assert same(run(traced, x(), size), Resized()(x(), size))
+
+
 def test_inputs_of_another_structure_are_refused() -> None:
     traced = trace(Options(), (x(),))
     with pytest.raises(TypeError, match="when the model was traced"):

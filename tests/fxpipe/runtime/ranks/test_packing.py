@@ -72,7 +72,8 @@ def test_conjugates_and_gradients_survive():
 def test_nesting_numbers_and_constants_arrive():
     values = {"a": (1, 2.5, None), "b": [True, "c", torch.float16, -(2**62), 2**70, float("inf")]}
     assert same(travelled(values), values)
-    assert [type(leaf) for leaf in travelled((1, 1.0, True))] == [int, float, bool]
+    several = (1, 1.0, True, torch.Size([1, 2]))
+    assert [type(leaf) for leaf in travelled(several)] == [int, float, bool, torch.Size]
 
 
 def test_descriptions_of_alike_values_are_equal_and_of_others_are_not():
