@@ -135,6 +135,10 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+IS_VIEW, VERSION, BASE = "_is_view", "_version", "_base"
+"""What a model may ask a tensor of its history, without an operator: a method, and two properties."""
+
+
 def alias_below_autograd(tensor: Tensor) -> Tensor:
     """An alias of a tensor without history, made where a dispatch mode sees an operator. There
     ``detach`` by itself gives an alias that does not see what is written to the tensor later: the

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.ir._torch import BASE, IS_VIEW, VERSION
 from fxpipe.ir.errors import Unsupported
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace import checks
@@ -43,12 +44,12 @@ def _opposite(tensor: Tensor, answer: bool) -> bool:
 
 
 _METHODS: dict[str, Callable[[Tensor, Any], Any] | None] = {
-    **dict.fromkeys(("is_contiguous", "_is_view", "is_shared", "is_neg", "is_conj"), _opposite),
+    **dict.fromkeys(("is_contiguous", IS_VIEW, "is_shared", "is_neg", "is_conj"), _opposite),
     **dict.fromkeys(("stride", "storage_offset")),  # other numbers would be none of any tensor
 }
 _PROPERTIES: dict[str, Callable[[Tensor, Any], Any] | None] = {
-    "_version": lambda tensor, answer: answer + 1,
-    "_base": lambda tensor, answer: tensor if answer is None else None,
+    VERSION: lambda tensor, answer: answer + 1,
+    BASE: lambda tensor, answer: tensor if answer is None else None,
 }
 _OTHERWISE = {**_METHODS, **_PROPERTIES}
 

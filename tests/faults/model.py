@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tests.fxpipe.trace.small import in_a_run
+
 watch: list[Callable[[str], None]] = []
 """The function that is called, by the name of the place, where the model's own code runs."""
 
@@ -70,7 +72,7 @@ class Net(nn.Module):
 
 
 def _forward_hook(module: nn.Module, args: Any, output: Any) -> None:
-    if type(output) is Tensor:
+    if in_a_run(output):
         at("hook of a module")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import fxpipe
 from fxpipe.meaning.alike import keeps_rows_apart, treats_rows_alike
 from fxpipe.trace import export, to_be_compared
+from tests.fxpipe.trace.small import in_a_run
 
 TWO = ["cpu", "cpu"]
 
@@ -36,7 +37,7 @@ def runs_of(between, x=None):
     rows = []
 
     def noted(h):
-        if type(h) is torch.Tensor and not h.is_meta:
+        if in_a_run(h) and not h.is_meta:
             rows.append(len(h))
         return between(h)
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxpipe
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
+from tests.fxpipe.trace.small import in_a_run
 
 TWO = ["cpu", "cpu"]
 ASKED = Asked(sizes=lambda batch: (batch - batch // 2, batch // 2))
@@ -30,8 +31,8 @@ class Deep(nn.Module):
         memories = []
         for layer in self.layers:
             x = torch.tanh(layer(x))
-            memories.append(StorageWeakRef(x.untyped_storage()) if type(x) is torch.Tensor else x)
-        if type(x) is torch.Tensor and not x.is_meta:
+            memories.append(StorageWeakRef(x.untyped_storage()) if in_a_run(x) else x)
+        if in_a_run(x) and not x.is_meta:
             Deep.runs.append((x.shape[0], sum(not each.expired() for each in memories)))
         return x
 
