@@ -136,7 +136,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 IS_VIEW, VERSION, BASE = "_is_view", "_version", "_base"
-"""What a model may ask a tensor of its history, without an operator: a method, and two properties."""
+"""What a model may ask a tensor of its history, by no operator: a method, and two properties."""
 
 
 def alias_below_autograd(tensor: Tensor) -> Tensor:
