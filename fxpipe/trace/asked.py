@@ -123,7 +123,8 @@ def _type_of(asked: Callable[[Any], Any]) -> type:
             return issubclass(kind, type)
 
     class Type(type, metaclass=Meta):
-        pass
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return type[kind]
 
     return Type
 

@@ -104,6 +104,7 @@ INPUTS = {
     "hasattr": lambda m: not hasattr(m, "lengths"),
     "getattr": lambda m: getattr(m, "lengths", None) is None,
     "callable": lambda m: not callable(m),
+    "what type is else": lambda m: isinstance(int, type) and type[int] and type("A", (), {}),
     "match": matched,
     "singledispatch": dispatched,
     "__class__": lambda m: m.__class__ is Tensor,
