@@ -81,9 +81,8 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
 
     Of a hidden value they are recorded where parameters ahead of it are trained, which frozen ones
     may be later on. So the model runs with all of its parameters trained, too; and once with inputs
-    that have a history. A mode in which the
-    model does not run is left out: the pipeline runs its graph there, too, and can differ from no
-    output.
+    that have a history. A mode in which the model does not run is left out: the pipeline runs its
+    graph there, too, and can differ from no output.
     """
     if not lines:
         return
