@@ -148,15 +148,16 @@ def check(
     Args:
         ignored: says of an output's path whether the output is left out of the comparison.
         is_likely: whether one sample is enough; for an unlikely candidate several samples are
-            taken, so that it is not accepted by chance.
+            taken, and have to fit with mixed integers, too, so that it is not accepted by chance.
     """
     few, *more = question.sizes
-    is_likely = is_likely and not question.counts
-    verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
+    is_enough = is_likely and not question.counts
+    of_rows = _of_likely_rows if is_likely else _of_any_rows
+    verdict = of_rows(replace(question, sizes=(few,)), ignored, is_enough)
     if not verdict.is_exact and more:
         # Where the first samples differ, a single one that does not may do so by chance.
-        is_likely = is_likely and not verdict.problems
-        larger = _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
+        is_enough = is_enough and not verdict.problems
+        larger = of_rows(replace(question, sizes=more), ignored, is_enough)
         if larger.is_exact and verdict.trial is not None and verdict.is_wrong:
             larger.refused_sizes = frozenset({min(few)})
         larger.goes_by_size = larger.is_exact
@@ -193,11 +194,16 @@ def _confirm(verdict: Verdict, question: Question, ignored: Callable[[str], bool
         verdict.mixed, verdict.slight = None, []
 
 
-def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:
+def _of_any_rows(question: Question, ignored: Callable[[str], bool], is_enough: bool) -> Verdict:
+    """The verdict of samples of these sizes, of the first level that the model takes."""
+    return _checked(question, ignored, is_enough, question.levels)
+
+
+def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_enough: bool) -> Verdict:
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
-    verdict = _checked(question, ignored, is_likely, question.levels)
+    verdict = _of_any_rows(question, ignored, is_enough)
     if MIXED not in (trial.level for trial in verdict.trials) or not verdict.is_wrong:
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
@@ -210,7 +216,7 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likel
 def _checked(
     question: Question,
     ignored: Callable[[str], bool],
-    is_likely: bool,
+    is_enough: bool,
     levels: Sequence[str],
 ) -> Verdict:
     """The verdict of several samples, all of the first of these levels that the model takes."""
@@ -220,7 +226,7 @@ def _checked(
     trial: Trial | None = None
     wide = _Wide(question)
     count = 0
-    remaining = set(question.twins[:1]) if question.asks_for_twins() else set()
+    remaining = set(question.needed)
     for seed in question.seeds:
         taken = _trial(question, seed, trial, verdict, levels)
         if taken is None:
@@ -248,8 +254,7 @@ def _checked(
         if not question.has_values:
             break  # all samples are the same
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
-        is_enough = is_likely and not remaining
-        if clear and is_enough and not _may_fit_by_chance(trial, question.dims):
+        if clear and is_enough and not remaining and not _may_fit_by_chance(trial, question.dims):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)

@@ -18,12 +18,11 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 """How much a sample differs from the example, the largest difference first:
 
 - "mixed": rows are in another order, and each integer or flag is replaced by one that is drawn from
-  the same tensor, in some rows more often by one and the same. Of rows of one integer each, such
-  as lengths or numbers of groups, one alone has the largest, and two of different parts have equal
-  ones;
+  the same tensor, in some rows more often by one and the same. Rows of one number each, such as
+  lengths, classes or flags, get numbers that tell the parts apart (:func:`_apart`);
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
-  numbers are all equal, numbers are changed; and of rows of one integer each, one gets that of a
-  row of another part;
+  numbers are all equal, numbers are changed; and of rows of one integer each, one gets that of the
+  first row;
 - "moved": rows are in another order;
 - "given": rows are as they are, and in their order.
 
@@ -34,18 +33,18 @@ level is tried."""
 
 OF_LABELS = 1
 """The seed of the sample in which rows have any labels, as a loss may weigh rows by theirs. In
-others one row alone has the largest, as lengths may be what rows have."""
+others the numbers of rows tell the parts apart, see :func:`_apart`."""
 
 OF_PARTS_APART = 0, 4
 """The seeds of the samples in which real numbers of the first part are far from those of the other
 parts, so that decisions by all rows show. In others rows differ from each other only, since places
 of largest values, say, are often the same in such samples, and hits of labels are none."""
 
-
 OF_TWINS = 2, 3
 """The seeds of the samples in which a row of the second part is nearly one of the first part, since
 rows may see each other by their distance, and those of other samples are far from each other. The
-second one tells whether what differs in the first one was tipped by rounding errors."""
+second one tells whether what differs in the first one was tipped by rounding errors. Of rows of one
+number each, two have the largest in these samples, one in each part."""
 
 NEAR = 0.02  # of the way from a row to its twin
 
@@ -143,7 +142,7 @@ def sampled(
         order = _differing(order, uneven[seed % len(uneven) :] + uneven[: seed % len(uneven)])
         order = order.sort().values if level == GIVEN else order
     if level != GIVEN and not counts and seed != OF_LABELS:
-        order = _with_one_largest(order, tensors, dims, sizes[0])
+        order = _apart_by_numbers(order, tensors, dims, sizes[0], seed)
     found = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
@@ -153,15 +152,17 @@ def sampled(
         if dim is not None:
             chosen = rows_at(value, dim, order)
             if level != GIVEN:
-                chosen = _perturbed(chosen, value, dim, level, draw)
+                chosen = _perturbed(chosen, value, dim, level, sizes[0], draw)
                 chosen = _uneven(chosen, value, dim, level, sizes[0], draw)
+                if level == MIXED:
+                    chosen = _with_other_beginnings(chosen, value, dim, sizes[0])
                 if level != MOVED and seed != OF_LABELS:
-                    chosen = _with_a_pair(chosen, dim, sizes[0])
+                    chosen = _with_a_pair(chosen, dim, sizes[0], seed)
                 if has_twins and has_fractions(value):
                     chosen = _with_a_twin(chosen, dim, sizes[0])
             value = chosen
         elif level != GIVEN:
-            value = _perturbed(value, value, 0, MOVED, draw)
+            value = _perturbed(value, value, 0, MOVED, 0, draw)
         found.append(value)
     return found
 
@@ -187,48 +188,59 @@ def _differing(order: Tensor, counts: Sequence[Tensor]) -> Tensor:
     return order
 
 
-def _with_one_largest(
-    order: Tensor, tensors: Sequence[Tensor], dims: Sequence[int | None], first: int
+def _apart_by_numbers(
+    order: Tensor, tensors: Sequence[Tensor], dims: Sequence[int | None], first: int, seed: int
 ) -> Tensor:
-    """The numbers of a sample's rows, some of them replaced, so that one row alone has the largest
-    of the integers of which each row has one, such as lengths: the first row, if it is not all of
-    the first part (of ``first`` rows), or the last one. By the largest a model may cut or scale all
-    rows, and it is not the same for all parts then, even where most rows of the example have it."""
-    for tensor, dim in zip(tensors, dims, strict=True):
-        if dim is None or isinstance(tensor, Column) or not _has_one_a_row(tensor, dim):
-            continue
-        if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex() or len(order) < 2:
-            continue
-        if tensor.dtype == torch.bool or _is_storage(tensor):  # a flag is no length
-            continue
-        numbers = tensor.detach().flatten().cpu()
-        is_largest = numbers == numbers.max()
-        if bool(is_largest.all()):
-            continue
-        place = 0 if is_largest[order[0]] and first > 1 else -1
-        found = torch.where(is_largest[order], numbers.argmin(), order)
-        found[place] = order[place] if is_largest[order[place]] else numbers.argmax()
-        return found
-    return order
+    """The numbers of a sample's rows, some of them replaced, so that the whole numbers of which
+    each row has one, such as lengths, tell the parts apart (:func:`_apart`). If there are several,
+    it is the first one of integers; flags, also as real numbers, may be a mask of rows."""
+    known = [
+        tensor.detach().flatten().cpu()
+        for tensor, dim in zip(tensors, dims, strict=True)
+        if dim is not None and not isinstance(tensor, Column) and has_a_whole_number(tensor, dim)
+    ]
+    different = [numbers for numbers in known if bool((numbers != numbers[0]).any())]
+    different.sort(key=lambda numbers: numbers.dtype == torch.bool or numbers.is_floating_point())
+    return _apart(order, different[0], first, seed) if different else order
 
 
-def _with_a_pair(rows: Tensor, dim: int, first: int) -> Tensor:
-    """Rows of one integer each, of which the first row and one after the ``first`` ones, the first
-    part, have equal integers: rows of one group, or document, may see each other, wherever they
-    are in the batch. The largest integer stays with one row alone, which becomes the last one if it
-    was all of the first part."""
-    if not _has_one_a_row(rows, dim) or rows.is_meta or not first < rows.numel() - 1:
-        return rows
-    if rows.dtype == torch.bool or rows.is_complex() or has_fractions(rows) or _is_storage(rows):
+def _apart(order: Tensor, numbers: Tensor, first: int, seed: int) -> Tensor:
+    """The numbers of a sample's rows, of which the ``first`` ones are the first part, some of them
+    replaced, so that what a model computes of the rows' numbers (``numbers``, at least two
+    different ones) is something else for each part than for the whole::
+
+        OF_TWINS    most | fewer most fewer     most most | fewer most fewer
+        others      p | p fewer most            most p | p fewer fewer
+
+    In the samples OF_TWINS the first part has the largest number (``most``) only; the second part
+    begins with another one and has the largest, too: a model may take the number of the first row
+    for all rows, or that of the row before, or divide by the sum. In the others one row alone has
+    the largest number, since a model may cut or scale all rows by it, and one of the parts lacks
+    it; and the second part begins with the number of the row before, since a model may tell where
+    numbers change. One sample cannot have all of this, so both kinds are taken (see
+    :attr:`fxpipe.meaning.trial.Question.needed`). :func:`_with_a_pair` makes the equal numbers in
+    both parts.
+    """
+    if len(order) < 2:
+        return order
+    is_largest = numbers == numbers.max()
+    largest, lesser = is_largest.nonzero().flatten(), (~is_largest).nonzero().flatten()
+    found = torch.where(is_largest[order], lesser[order % len(lesser)], order)
+    places = slice(first) if seed in OF_TWINS else slice(1) if first > 1 else slice(-1, None)
+    found[places] = largest[order[places] % len(largest)]
+    return found
+
+
+def _with_a_pair(rows: Tensor, dim: int, first: int, seed: int) -> Tensor:
+    """Rows of one number each, of which the last one of the first part (the ``first`` rows) and one
+    of the second part have equal numbers: the second part's first row, or its last but one in the
+    samples OF_TWINS. Rows of one group, or document, may see each other, wherever they are in the
+    batch."""
+    place = -2 if seed in OF_TWINS else first
+    if not has_a_whole_number(rows, dim) or first > rows.numel() - 2:
         return rows
     numbers = rows.flatten().clone()
-    largest = int(numbers.argmax())
-    if largest == 0 and first == 1:
-        numbers[[0, -1]] = numbers[[-1, 0]]
-        largest = len(numbers) - 1
-    one = 1 if largest == 0 else 0
-    other = first + 1 if largest == first else first
-    numbers[other] = numbers[one]
+    numbers[place] = numbers[first - 1]
     return numbers.reshape(rows.shape)
 
 
@@ -238,6 +250,42 @@ def _with_a_twin(rows: Tensor, dim: int, first: int) -> Tensor:
     one, other = found.select(dim, 0), found.select(dim, first)
     other.copy_(torch.lerp(one, other, NEAR))
     return found
+
+
+def _with_other_beginnings(rows: Tensor, example: Tensor, dim: int, first: int) -> Tensor:
+    """Rows of several integers or flags each, of which the first one of the second part (after the
+    ``first`` ones) and the last one have no number where the first row has it: a model may take a
+    number of the first row, or of the last one, for all rows, and of few different numbers two are
+    often equal by chance."""
+    if rows.is_meta or rows.layout != torch.strided or not rows.numel() or rows.is_complex():
+        return rows
+    if _has_one_a_row(rows, dim) or has_fractions(rows) or _is_storage(rows):
+        return rows
+    found, begin = rows.clone(), rows.select(dim, 0)
+    for place in {first, rows.shape[dim] - 1} - {0}:
+        own = found.select(dim, place)
+        own.copy_(torch.where(own == begin, _another(begin, rows, example, dim), own))
+    return found
+
+
+def _another(numbers: Tensor, rows: Tensor, example: Tensor, dim: int) -> Tensor:
+    """Other numbers than these, of one row: the next ones of a sample (``rows``); but on an
+    accelerator, where each number has to stay at its place, one that the example has there, if it
+    has one."""
+    if rows.dtype == torch.bool:
+        return ~numbers
+    if rows.device.type == "cpu":
+        known: Tensor = torch.unique(rows)
+        return known[(torch.searchsorted(known, numbers.contiguous()) + 1) % len(known)]
+    is_other = (example != numbers.unsqueeze(dim)).to(torch.uint8)
+    return example.gather(dim, is_other.argmax(dim, keepdim=True)).squeeze(dim)
+
+
+def has_a_whole_number(tensor: Tensor, dim: int) -> bool:
+    """Whether each of several rows has one number, and none of them a fraction."""
+    if not _has_one_a_row(tensor, dim) or tensor.is_meta or tensor.is_complex():
+        return False
+    return not has_fractions(tensor) and not _is_storage(tensor)
 
 
 def _has_one_a_row(tensor: Tensor, dim: int) -> bool:
@@ -267,7 +315,7 @@ def _uneven_counts(
 
 def _is_mask_of_rows(tensor: Tensor, dim: int) -> bool:
     """Whether a floating-point tensor has one number for each row, and no fractions."""
-    return _has_one_a_row(tensor, dim) and not has_fractions(tensor)
+    return tensor.is_floating_point() and has_a_whole_number(tensor, dim)
 
 
 def count_of_rows(is_met: Tensor, dim: int) -> Tensor:
@@ -287,7 +335,7 @@ def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Gener
     rows = Column([column.tensors[i] for i in order]).detach()
     if level == GIVEN:
         return rows
-    return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))
+    return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, 0, draw))
 
 
 def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
@@ -322,10 +370,10 @@ def part(
 
 
 def _perturbed(
-    rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Generator
+    rows: Tensor, example: Tensor, dim: int, level: str, first: int, draw: torch.Generator
 ) -> Tensor:
-    """The rows with other values of the same kind. They stay within the range of the example's
-    values, unless these are all equal."""
+    """The rows, of which the ``first`` ones are the first part, with other values of the same kind.
+    They stay within the range of the example's values, unless these are all equal."""
     if not rows.numel() or rows.is_meta or rows.layout != torch.strided or _is_storage(rows):
         return rows
     if rows.is_complex():
@@ -344,7 +392,7 @@ def _perturbed(
             noise = torch.rand(rows.shape, generator=draw).to(rows)
             return _shaken(rows, low, high, noise)
     if level == MIXED or (level == WHOLE and bool((example == example.flatten()[0]).all())):
-        return _exchanged(rows, example, dim, draw)
+        return _exchanged(rows, example, dim, first, draw)
     return rows
 
 
@@ -441,47 +489,54 @@ def _with_one_other_row(rows: Tensor, dim: int, draw: torch.Generator) -> Tensor
     return rows ^ turned
 
 
-def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
+def _exchanged(
+    rows: Tensor, example: Tensor, dim: int, first: int, draw: torch.Generator
+) -> Tensor:
     """Integers and flags, each replaced by one that is drawn from all of the example's.
 
     On an accelerator, where an index out of range makes the process unusable, each is replaced by
     the one that another row has at the same place.
     """
+    flat = example.flatten()
+    is_constant = bool((flat == flat[0]).all())
+    if _has_one_a_row(rows, dim):
+        few = _near(flat[0]) if is_constant and example.device.type == "cpu" else flat
+        return _numbers_of_rows(rows, few, first, draw)
     if example.device.type != "cpu":
         batch = example.shape[dim]
         index = torch.randint(batch, rows.shape, generator=draw).to(example.device)
-        return _unlike(example.gather(dim, index), example.flatten(), dim, draw)
-    flat = example.flatten()
-    if rows.dtype == torch.bool and bool((flat == flat[0]).all()):
-        return _with_one_other_row(rows, dim, draw)
-    if rows.dtype not in (torch.bool, torch.uint8) and bool((flat == flat[0]).all()):
-        if rows.is_floating_point() or flat[0] < 0:
-            return rows
-        # Smaller ones, as they may be lengths of rows that are full, or a mask in which all count.
-        other = -1 if flat[0] > 0 else 1
-        moved = torch.randint(2, rows.shape, generator=draw)
-        if _has_one_a_row(moved, dim):
-            moved.select(dim, 0).fill_(0)
-            moved.select(dim, -1).fill_(1)
-        both = torch.stack([flat[0], flat[0] + other])
-        return _unlike(rows + other * moved.to(rows.dtype), both, dim, draw)
-    return _unlike(flat[torch.randint(flat.numel(), rows.shape, generator=draw)], flat, dim, draw)
+        return example.gather(dim, index)
+    if is_constant:
+        if rows.dtype == torch.bool:
+            return _with_one_other_row(rows, dim, draw)
+        flat = _near(flat[0])[:2]
+    return flat[torch.randint(flat.numel(), rows.shape, generator=draw)]
 
 
-def _unlike(rows: Tensor, flat: Tensor, dim: int, draw: torch.Generator) -> Tensor:
-    """Rows of one number each, of which the first one and the last one have different numbers: one
-    of the two alone has the largest (see :func:`_with_one_largest`), but in the sample OF_LABELS
-    they have any two of the example's (``flat``). Rows of several numbers are as they are."""
-    if not _has_one_a_row(rows, dim):
-        return rows
-    if draw.initial_seed() != OF_LABELS:
-        numbers = rows.flatten()
-        is_largest = numbers == numbers.max()
-        found = torch.where(is_largest, flat.amin().to(rows.dtype), numbers)
-        found[0 if is_largest[0] else -1] = numbers.max()
-        return found.reshape(rows.shape)
-    few = torch.unique(flat)
-    some = few[torch.randperm(len(few), generator=draw)[:2].to(few.device)]
-    rows.select(dim, 0).copy_(some[0])
-    rows.select(dim, -1).copy_(some[-1])
-    return rows
+def _near(number: Tensor) -> Tensor:
+    """A few numbers, of which the first is this one, for rows that all have it: smaller ones, as
+    they may be lengths of rows that are full, or a mask in which all count, and a larger one would
+    be out of the range of a table. None becomes zero that is larger than one, since lengths are
+    not; and a negative one, which may say that a label is left out, stays alone."""
+    if number.dtype == torch.bool:
+        return torch.stack([number, ~number])
+    if number.is_floating_point() or number < 0:
+        return number.reshape(1)
+    others = {0: [1], 1: [0], 2: [1]}.get(int(number), [int(number) - 1, int(number) - 2])
+    return torch.tensor([int(number), *others], dtype=number.dtype)
+
+
+def _numbers_of_rows(rows: Tensor, few: Tensor, first: int, draw: torch.Generator) -> Tensor:
+    """A number for each row, drawn from a few, so that they tell the parts apart; but in the sample
+    OF_LABELS those of the first and of the last row are any two of them."""
+    order = torch.randint(len(few), (rows.numel(),), generator=draw)
+    known = few.cpu()
+    different, seed = torch.unique(known), draw.initial_seed()
+    if len(different) > 1 and seed == OF_LABELS:
+        one, other = torch.randperm(len(different), generator=draw)[:2]
+        order[0], order[-1] = (
+            int((known == different[number]).nonzero()[0]) for number in (one, other)
+        )
+    elif len(different) > 1:
+        order = _apart(order, known, first, seed)
+    return few[order.to(few.device)].reshape(rows.shape)

@@ -3,6 +3,7 @@ has given for the whole of a sample and for its parts (:class:`Trial`)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,6 +19,7 @@ from fxpipe.meaning.sample import (
     LEVELS,
     OF_TWINS,
     batch_size,
+    has_a_whole_number,
     has_fractions,
     part,
     spread,
@@ -26,8 +28,9 @@ from fxpipe.runtime.microbatch import Dim
 
 # The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
 # more for a model that gives something else for a single row, which it squeezes, say; and even
-# numbers for a model that takes rows in pairs only.
-SIZES = (1, 3), (3, 2), (4, 2)
+# numbers for a model that takes rows in pairs only. For others the second part begins with an odd
+# row, since a model may take every second row.
+SIZES = (1, 3), (3, 4), (2, 4)
 FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
 APART = (1, 1)  # where they are known to stay apart as well
 TRIALS = 5  # of which the first and the last one are those OF_PARTS_APART
@@ -52,8 +55,8 @@ class Question:
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
         said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
-        twins: the seeds of the samples in which rows of two parts are nearly equal. The first of
-            these is not left out, however clear other samples are.
+        twins: the seeds of the samples in which rows of two parts are nearly equal; none where rows
+            cannot see each other.
     """
 
     run: Callable[[list[Tensor]], tuple[Any, Hashable]]
@@ -69,12 +72,21 @@ class Question:
     @property
     def seeds(self) -> list[int]:
         """The seeds of the samples, in the order in which these are taken."""
-        return sorted(range(TRIALS), key=lambda seed: (seed != 0, seed not in self.twins, seed))
+        early = {*self.twins, *self.needed}
+        return sorted(range(TRIALS), key=lambda seed: (seed != 0, seed not in early, seed))
 
-    def asks_for_twins(self) -> bool:
-        """Whether rows have real numbers, by which they may be near each other."""
-        cut = (t for t, dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
-        return any(not is_column(t) and not t.is_meta and has_fractions(t) for t in cut)
+    @functools.cached_property
+    def needed(self) -> frozenset[int]:
+        """The seeds of the samples that are not left out, however clear others are: where rows have
+        real numbers, by which they may be near each other, and where they have one number each, by
+        which one sample cannot tell all parts apart (:data:`fxpipe.meaning.sample.OF_TWINS`)."""
+        if not self.twins:
+            return frozenset()
+        pairs = zip(self.tensors, self.dims, strict=True)
+        cut = [(t, dim) for t, dim in pairs if dim is not None and not is_column(t)]
+        real = [has_fractions(t) for t, _ in cut if not t.is_meta]
+        single = [has_a_whole_number(t, dim) for t, dim in cut]
+        return frozenset((*self.twins[: any(real)], *OF_TWINS[: any(single)]))
 
     @property
     def levels(self) -> Sequence[str]:

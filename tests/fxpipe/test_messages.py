@@ -169,7 +169,7 @@ def test_an_output_for_pairs_of_rows():
 
     said = message(Similar(2), BatchError, x())
     assert (
-        "dimensions [0, 1] of output.similar, (5, 5) for 5 rows, all depend on the batch size"
+        "dimensions [0, 1] of output.similar, (7, 7) for 7 rows, all depend on the batch size"
         in said
     )
     assert "give out_dims" in said and "chunks=1" in said
@@ -299,7 +299,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(Pairs(), ["cpu"] * 2)(BATCH, BATCH[:5]),
             BatchError,
-            r"output has shape \(10, 12\) for 5 rows, and \(8, 12\), \(7, 12\) for 3 and 2 of them",
+            r"output has shape \(12, 12\) for 7 rows, and \(8, 12\), \(9, 12\) for 3 and 4 of them",
         ),
         (
             lambda: fxpipe.compile(Averages(), ["cpu"] * 2)(BATCH),

@@ -295,7 +295,7 @@ def test_out_dims_are_those_of_the_models_own_structure():
 @pytest.mark.parametrize(
     ("function", "out_dims", "message"),
     [
-        (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(5, 5\) for 5 rows, all"),
+        (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(7, 7\) for 7 rows, all"),
         (lambda x: x * 1, 2, r"out_dims says that dimension 2 of output is the batch, but"),
         (
             lambda x: x * 1,

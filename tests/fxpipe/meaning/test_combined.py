@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_what_loss_weight_says_is_compared_with_that(given, k
     (text,) = [str(each.message) for each in told]
     said = f"the loss is not the {kind} over the rows that loss_weight='{given}' says: it is "
     assert text.startswith(said)
-    assert f"as the {kind} of those of 3 and 2 of them" in text
+    assert f"as the {kind} of those of 3 and 4 of them" in text
 
 
 RECIPE = (

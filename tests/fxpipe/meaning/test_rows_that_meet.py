@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.meaning.sample import MIXED, OF_LABELS, WHOLE, sampled
+from fxpipe.meaning.sample import MIXED, WHOLE, sampled
 
 TWO = ["cpu", "cpu"]
 
@@ -97,19 +97,6 @@ def test_rows_of_equal_numbers_that_do_not_see_each_other_are_cut():
     model, x, numbers = Conditioned(), torch.randn(64, 8), torch.randint(40, (64,))
     with fxpipe.compile(model, TWO, chunks=4) as pipe:
         torch.testing.assert_close(pipe(x, numbers), model(x, numbers))
-
-
-@pytest.mark.parametrize("level", [MIXED, WHOLE])
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (3, 2), (4, 2)])
-def test_a_sample_has_two_rows_of_one_number_and_one_row_alone_with_the_largest(
-    level: str, sizes: tuple[int, int]
-):
-    numbers = torch.randperm(50)
-    for seed in {0, 2, 3, 4} - {OF_LABELS}:
-        (found,) = sampled([numbers], [0], sizes, level, seed)
-        first, others = found.split(sizes)
-        assert set(first.tolist()) & set(others.tolist()), (seed, found)
-        assert int((found == found.max()).sum()) == 1, (seed, found)
 
 
 def test_a_sample_of_rows_with_several_numbers_each_keeps_them():

@@ -49,19 +49,6 @@ def test_whole_rows_differ_by_the_smallest_of_their_integers(seed):
     assert (found == 0).any()
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-@pytest.mark.parametrize("shape", [(16,), (16, 1)])
-@pytest.mark.parametrize("level", LEVELS[:-1])
-def test_of_one_integer_a_row_the_first_or_the_last_row_alone_has_the_largest(level, shape, seed):
-    """However the sample is cut, one of its parts lacks it, although most rows have it."""
-    lengths = torch.full((16,), 5)
-    lengths[[3, 9]] = 2
-    (found,) = sampled([lengths.reshape(shape)], [0], (1, 4), level, seed)
-    assert found.shape == (5, *shape[1:])
-    assert sorted(found.flatten().tolist()) == [2, 2, 2, 2, 5]
-    assert 5 in (found[0], found[-1])
-
-
 HELD = [torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex64]
 
 
@@ -76,9 +63,9 @@ def test_rows_of_every_dtype_make_samples(dtype, shape, level):
         assert (found.dtype, found.shape) == (dtype, (4, *shape[1:]))
 
 
-def test_also_where_all_rows_of_the_example_have_it():
-    (found,) = sampled([torch.full((8,), 5)], [0], (1, 2), MIXED, 0)
-    assert sorted(found.tolist()) == [4, 4, 5]  # shorter ones, as rows of this length may be full
+def test_rows_of_one_length_get_different_ones():
+    (found,) = sampled([torch.full((8,), 5)], [0], (1, 3), MIXED, 0)
+    assert 4 in found and set(found.tolist()) <= {3, 4, 5}  # shorter ones, as rows may be full
 
 
 def test_in_one_sample_the_first_and_the_last_row_have_different_labels():

@@ -460,17 +460,17 @@ CASES = {
     ),
     "how many rows": (lambda: Net(lambda h: (h, h.shape[0])), None, RIGHT),
     "how many are right": (
-        lambda: Net(lambda h, y: (h, (h.argmax(1) == y).sum())),
+        lambda: Net(lambda h, y: (h, (h[:, :3].argmax(1) == y % 3).sum())),
         lambda: (rows(), CLASSES),
         RIGHT,
     ),
     "how many are right, as a float": (
-        lambda: Net(lambda h, y: (h, (h.argmax(1) == y).float().sum())),
+        lambda: Net(lambda h, y: (h, (h[:, :3].argmax(1) == y % 3).float().sum())),
         lambda: (rows(), CLASSES),
         RIGHT,
     ),
     "the share that is right": (
-        lambda: Net(lambda h, y: (h, (h.argmax(1) == y).float().mean())),
+        lambda: Net(lambda h, y: (h, (h[:, :3].argmax(1) == y % 3).float().mean())),
         lambda: (rows(), CLASSES),
         RIGHT,
     ),
