@@ -32,7 +32,6 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import lines_of_the_model
-from fxpipe.trace.looked_up import texts_guarded
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent, tensor_hooks
@@ -43,6 +42,7 @@ from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
 from fxpipe.trace.slices import without_whole_slices
+from fxpipe.trace.texts import texts_guarded
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ count.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from fxpipe.ir._torch import BASE, IS_VIEW, VERSION
 from fxpipe.ir.errors import Unsupported
-from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace import checks
+from fxpipe.trace.asker import by_the_model
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, source_line, suppressed
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.patches import patched
@@ -199,14 +198,14 @@ def _other_answers(line: str, count: int) -> Iterator[None]:
 def _answered(answered: Callable[[str, Tensor, str, Any], Any]) -> Iterator[None]:
     """Inside the ``with`` block ``answered(line, tensor, name, answer)`` gives what a question of
     the model's in this thread is answered, where PyTorch would give ``answer``."""
-    thread = threading.get_ident()
+    asks = by_the_model()
 
     def given(tensor: Tensor, name: str, answer: Any) -> Any:
         frame = sys._getframe(2)
-        file = frame.f_code.co_filename
-        if threading.get_ident() != thread or not is_of_a_model(file):
+        if not asks(frame):
             return answer
-        return answered(source_line(file, frame.f_lineno), tensor, name, answer)
+        line = source_line(frame.f_code.co_filename, frame.f_lineno)
+        return answered(line, tensor, name, answer)
 
     def method(name: str) -> Callable[[Any], Any]:
         def replace(original: Any) -> Any:

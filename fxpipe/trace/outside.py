@@ -17,7 +17,6 @@ of the graph instead (:mod:`fxpipe.trace.flags`).
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir.errors import TraceError
 from fxpipe.ir.log import warn
-from fxpipe.ir.source import is_of_a_layer, is_of_a_model, is_of_torch, is_ours
+from fxpipe.ir.source import is_of_torch, is_ours
 from fxpipe.trace import checks
-from fxpipe.trace.errors import at, is_model_line, suppressed
+from fxpipe.trace.asker import by_the_model
+from fxpipe.trace.errors import at, is_model_line, source_line, suppressed
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import patched
 
@@ -44,13 +44,12 @@ def modes_asked() -> Iterator[list[str]]:
     """Yields the lines of the model, or of layers of PyTorch's, that ask, within the ``with`` block
     and in this thread, whether gradients are recorded: a list that grows."""
     lines: list[str] = []
-    thread = threading.get_ident()
+    asks = by_the_model(layers=True)
 
     def note() -> None:
-        # PyTorch asks, too, in its own functions.
-        file = sys._getframe(2).f_code.co_filename
-        if threading.get_ident() == thread and (is_of_a_model(file) or is_of_a_layer(file)):
-            lines.append(at(traceback.extract_stack(sys._getframe(2), limit=1)[0]))
+        frame = sys._getframe(2)
+        if asks(frame):
+            lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
 
     def function(original: Callable[[], bool]) -> Callable[[], bool]:
         def asked() -> bool:

@@ -42,6 +42,7 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.grad_fn, torch.is_grad_en... modes_asked       to see who asks whether gradients are kept
     Tensor.stride, Tensor._version...   layouts_asked     to see who asks for the layout of a tensor
     Tensor.__getattr__                  attributes_re...  to see who asks for an input's attribute
+    FakeTensor.__getattribute__, SymInt classes_asked     to answer for the class of a value
     torch.is_tensor                     questions_answ... to answer as in a real run
 
 Beside these, ``len``, ``isinstance``, ``type`` and some more are put among the globals of a model's
@@ -58,7 +59,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType, ModuleType
 from typing import Any
@@ -79,7 +80,8 @@ from fxpipe.ir._torch import (
     LazyGraphModule,
     SingleLevelFunction,
 )
-from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.ir.source import is_a_models, is_ours
+from fxpipe.trace.asker import asks_for_a_class
 from fxpipe.trace.errors import GRADIENTS, Refused, source_line
 
 LOCK = threading.RLock()
@@ -311,7 +313,7 @@ def prints() -> Iterator[list[str]]:
     def replace(original: Callable[..., None]) -> Callable[..., None]:
         def function(*args: Any, **kwargs: Any) -> None:
             frame = caller()
-            if is_of_a_model(frame.f_code.co_filename) and not _is_beside(frame):
+            if is_a_models(frame) and not _is_beside(frame):
                 lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
             else:
                 original(*args, **kwargs)
@@ -341,6 +343,32 @@ def _is_beside(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in _CALL_OTHERS
+
+
+# ---------------------------------------------------------------------------- the class of a value
+
+
+@contextmanager
+def classes_asked(kinds: Iterable[type], class_of: Callable[[Any], type]) -> Iterator[None]:
+    """Inside the ``with`` block ``class_of(value)`` is what the model's code gets for
+    ``value.__class__``, where the value is an object of one of these classes.
+
+    Python lets nobody set ``__class__`` of a class to a property, so that all attributes are looked
+    up by the replacement.
+    """
+
+    def replace(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def look_up(value: Any, name: str) -> Any:
+            if name == "__class__" and asks_for_a_class(caller()):
+                return class_of(value)
+            return original(value, name)
+
+        return look_up
+
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patched(kind, "__getattribute__", replace, tells_threads=True))
+        yield
 
 
 # ------------------------------------------------------------------------ autograd's own functions
@@ -384,8 +412,8 @@ def tensor_hooks() -> Iterator[list[str]]:
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
             frame = caller()
-            file = frame.f_code.co_filename
-            hooked.append(source_line(file, frame.f_lineno) if is_of_a_model(file) else "")
+            line = source_line(frame.f_code.co_filename, frame.f_lineno)
+            hooked.append(line if is_a_models(frame) else "")
             return original(tensor, hook)
 
         return register_hook
@@ -475,17 +503,17 @@ def data_used(*, detached: bool) -> Iterator[list[str]]:
 
     def replace(original: Any) -> Any:
         def data(tensor: Tensor) -> Tensor:
-            code = caller().f_code
-            if not (torch.compiler.is_exporting() and is_of_a_model(code.co_filename)):
+            frame = caller()
+            if not (torch.compiler.is_exporting() and is_a_models(frame)):
                 return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
-            files.append(code.co_filename)
+            files.append(frame.f_code.co_filename)
             read.append((tensor, tensor.detach() if detached else original.__get__(tensor, Tensor)))
             return read[-1][1]
 
         def set_data(tensor: Tensor, value: Tensor) -> None:
             # ``x.data *= y`` writes in place, and then sets x.data to what it has read.
             is_the_same = any(tensor is own and value is got for own, got in read)
-            is_the_models = is_of_a_model(caller().f_code.co_filename)
+            is_the_models = is_a_models(caller())
             if torch.compiler.is_exporting() and is_the_models and not is_the_same:
                 raise Refused(
                     "it sets .data of a value, of which no graph can tell: compute another tensor, "
