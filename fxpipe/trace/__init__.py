@@ -27,6 +27,7 @@ the random number generators as they were.
     proxies, texts       what it does with a value that fx, or export, does not see
     outside              whether a model asks if gradients are recorded, and to what effect
     layouts              the same for the layout of tensors
+    uneven               inputs without a pattern, on which a model hides less
     folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
     repeated, operators  layers that repeat are exported once
