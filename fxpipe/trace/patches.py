@@ -14,6 +14,7 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.tolist, Tensor.numpy...      computed_with     to see of which values it makes constants
     nn.Module._call_impl                Running           to see in which module an error arises
     nn.Module._apply                    eased             to export module.to() within a forward
+    Tensor.as_subclass                  eased             to keep track of a tensor, by a view of it
     Distribution._validate_args         eased             to skip checks of values: fakes have none
     autograd.grad, autograd.backward    eased             to refuse a backward within a forward
     Tensor.data                         data_used         to see its use: export loses its writes
@@ -56,6 +57,7 @@ import functools
 import inspect
 import io
 import logging
+import re
 import sys
 import threading
 import warnings
@@ -263,8 +265,12 @@ class _Stderr:
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
+def unwarned(module: str = "") -> Iterator[None]:
     """Inside the ``with`` block, warnings of this thread are dropped.
+
+    Args:
+        module: a regular expression for the names of the modules whose lines the warnings name;
+            by default for all.
 
     A check runs the model and the loss on samples whose shapes and values are none of the user's
     (a single row, of which no standard deviation is known; half of a batch beside a target of all
@@ -273,7 +279,7 @@ def unwarned() -> Iterator[None]:
     a warning that is shown, or recorded, would count as given when a call warns of the same.
     """
     here = _HereOnly()
-    entry: Any = ("ignore", here, Warning, None, 0)
+    entry: Any = ("ignore", here, Warning, re.compile(module), 0)
     warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
     try:
         yield
@@ -427,9 +433,9 @@ def tensor_hooks() -> Iterator[list[str]]:
 
 @contextmanager
 def eased() -> Iterator[None]:
-    """Inside the ``with`` block ``torch.export`` accepts two things on which it fails without need:
-    calls of ``module.to()`` within a forward that change nothing, and distributions that check
-    their arguments.
+    """Inside the ``with`` block ``torch.export`` accepts three things on which it fails without
+    need: calls of ``module.to()`` within a forward that change nothing, ``as_subclass(Tensor)``,
+    and distributions that check their arguments.
 
     A backward within the forward, on which export fails as well, is refused with a message that
     says so. Flags that export sets for the whole process are set for this thread only. And the
@@ -438,6 +444,7 @@ def eased() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
+        stack.enter_context(patched(Tensor, "as_subclass", _a_view_of_plain))
         # Distributions check the values of their parameters, and fake tensors have no values.
         stack.enter_context(patched(Distribution, VALIDATE_ARGS, lambda _: False))
         for name in ("grad", "backward"):
@@ -474,6 +481,18 @@ def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.M
         return original(self, fn, recurse)
 
     return _apply
+
+
+def _a_view_of_plain(original: Callable[[Tensor, type], Tensor]) -> Callable[..., Tensor]:
+    """A replacement of ``Tensor.as_subclass``: it gives a view of the tensor where the class is
+    that of all tensors, as all have it that a graph computes with. Export would lose track of what
+    the original gives."""
+
+    def as_subclass(tensor: Tensor, kind: type) -> Tensor:
+        is_plain = kind is Tensor and torch.compiler.is_exporting() and is_a_models(caller())
+        return tensor.view_as(tensor) if is_plain else original(tensor, kind)
+
+    return as_subclass
 
 
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
