@@ -101,7 +101,8 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
             if _differ(fresh, otherwise):
                 _refuse(example, line)
         for values, layout in _in_other_layouts(sample):
-            if _differ(_output(example, values), _output(example, values, layout)):
+            contiguous = fresh if values is sample else _output(example, values)
+            if _differ(contiguous, _output(example, values, layout)):
                 _refuse(example, lines[0])
 
 
