@@ -249,7 +249,7 @@ class Staging(ABC):
         why: AnotherStrategy,
     ) -> Mode | None:
         """A mode for this batch size only, with micro-batches of equal size; None if the model
-        cannot be compiled that way either."""
+        cannot be compiled that way either. Raises Unsupported if it can in no way."""
         batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
         if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
             return None
@@ -262,6 +262,8 @@ class Staging(ABC):
 
         try:
             mode = self._of_equal_parts(batch, compiled)
+        except Unsupported as error:  # there is no other strategy: this says more than ``why``
+            raise error from None
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
         mode.why_one_size = str(why)

@@ -135,8 +135,10 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-IS_VIEW, VERSION, BASE = "_is_view", "_version", "_base"
-"""What a model may ask a tensor of its history, by no operator: a method, and two properties."""
+IS_VIEW, IS_ZERO, TYPED_STORAGE = "_is_view", "_is_zerotensor", "_typed_storage"
+VERSION, BASE = "_version", "_base"
+"""What a model may ask a tensor of its history and its memory, by no operator: three methods, and
+two properties."""
 
 
 def alias_below_autograd(tensor: Tensor) -> Tensor:

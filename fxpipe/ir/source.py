@@ -7,6 +7,7 @@ import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 _HERE = Path(__file__).parents[1]  # the folder fxpipe
 # With the separator at the end: torchvision's folder begins as torch's does.
@@ -20,8 +21,7 @@ _LAYERS = tuple(os.path.join(folder, "nn", "") for folder in _TORCH or ())
 _DEMO = str(_HERE / "demo.py")
 _PYTHONS = f"{Path(os.__file__).parent}{os.sep}"
 _PACKAGES = ("fxpipe", "passes", "torch")
-_GENERATED = ("<eval_with_key>", "<frozen ")
-_TYPED = ("<stdin>", "<ipython-input", "<python-input")  # at a prompt
+_GENERATED = ("<eval_with_key>", "<frozen ")  # by fx for a graph, and with Python's own modules
 
 
 @cache
@@ -33,10 +33,13 @@ def is_ours(filename: str) -> bool:
 @cache
 def is_of_a_model(filename: str) -> bool:
     """Whether the code of a file may be a model's: not PyTorch's, nor ours, nor Python's own, nor
-    generated."""
-    if filename.startswith("<"):
-        return filename.startswith(_TYPED)
-    return filename == _DEMO or not (filename.startswith(_OTHERS) or is_pythons(filename))
+    generated for a graph.
+
+    All else may be: what is typed at a prompt (its file is "<stdin>"), is in a cell of a notebook,
+    or is run by ``exec`` ("<string>") is in no file that there is.
+    """
+    others = *_OTHERS, *_GENERATED
+    return filename == _DEMO or not (filename.startswith(others) or is_pythons(filename))
 
 
 @cache
@@ -53,13 +56,15 @@ def is_of_a_layer(filename: str) -> bool:
 
 @cache
 def is_a_users(filename: str, module: str) -> bool:
-    """Whether code of a file and a module may have been written by a user, or for one: not
-    PyTorch's, nor ours, nor Python's own, nor generated for a graph."""
-    if filename == _DEMO:
-        return True
-    if module.split(".")[0] in _PACKAGES or filename.startswith(_GENERATED):
-        return False
-    return not (is_pythons(filename) or filename.startswith(_OTHERS))
+    """Whether code of a file and a module may have been written by a user, or for one. The module
+    tells of code that PyTorch or fxpipe has made by ``exec``, whose file does not."""
+    is_a_packages = module.split(".")[0] in _PACKAGES and filename != _DEMO
+    return is_of_a_model(filename) and not is_a_packages
+
+
+def is_a_models(frame: FrameType) -> bool:
+    """Whether a frame runs code that may be a model's."""
+    return is_a_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
 
 
 @cache

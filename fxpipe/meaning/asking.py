@@ -213,7 +213,9 @@ class Asking:
                 messages.several(sizes, self._packed() + self._advice())
             ) from verdict.failure
         if not verdict.takes_parts and self.asked.check and batch != 1:
-            text = messages.no_parts(verdict, self.inputs, dims, self._advice())
+            text = messages.no_parts(
+                verdict, self.inputs, dims, self.given().arguments, self._advice()
+            )
             raise BatchError(text) from verdict.failure
         note = "not checked: the model takes no other number of rows"
         return Meaning(dims, notes=[note], one_row_only=batch == 1)

@@ -195,7 +195,7 @@ def check_at_size(
         if problem := asking.in_the_backward(dims, verdict):
             refuse(asked, messages.in_the_backward(problem))
         return
-    text = asking.by_values(dims, verdict) or messages.by_size(problems[0], sizes)
+    text = asking.by_values(dims, verdict) or messages.by_size(problems[0], sizes, inputs, dims)
     if verdict.is_wrong:
         refuse(asked, text)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,17 +197,36 @@ def blamed_on_buffers(problem: Problem, buffers: Mapping[str, str]) -> Problem:
 
 
 def no_parts(
-    verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
+    verdict: Verdict,
+    inputs: Sequence[Input],
+    dims: Sequence[int | None],
+    arguments: Mapping[str, Any],
+    advice: str,
 ) -> str:
-    """The message for a model that takes the whole batch, but no part of it."""
+    """The message for a model that takes the whole batch, but no part of it. ``arguments``: all
+    that it is called with, by name."""
     error = verdict.failure
-    first = str(error).strip().splitlines()[:1]
+    first = next(iter(str(error).strip().splitlines()), "")
     return (
         f"the model does not take a part of the batch, cut {split(inputs, dims)}: "
-        f"{type(error).__name__}: {first[0] if first else ''}. Give in_dims, with the batch "
+        f"{type(error).__name__}: {first}. Give in_dims, with the batch "
         "dimension of each input, or None for one that all micro-batches share; or chunks=1"
-        + advice
+        f"{_on_a_count(arguments, inputs, first)}{advice}"
     )
+
+
+def _on_a_count(arguments: Mapping[str, Any], inputs: Sequence[Input], error: str) -> str:
+    """Advice on an argument that is an integer which the error names: it may count the rows of the
+    batch, of which a part has fewer. "" if there is none."""
+    named = set(map(int, re.findall(r"\d+", error)))
+    for name, value in arguments.items():
+        if type(value) is int and value > 1 and value in named:
+            return (
+                f"; {name} is {value} for each micro-batch as well: if it is a number of rows, "
+                "which is smaller there, leave it out, and let the forward take it from the shape "
+                f"of an input, as {inputs[0].name}.shape[0]"
+            )
+    return ""
 
 
 def in_the_backward(problem: Problem) -> str:
@@ -253,13 +273,17 @@ def lasting(text: str) -> str:
     )
 
 
-def by_size(problem: Problem, sizes: Sequence[int]) -> str:
+def by_size(
+    problem: Problem, sizes: Sequence[int], inputs: Sequence[Input], dims: Sequence[InDim]
+) -> str:
     """The message for a model that is right in parts of a few rows, and not in micro-batches."""
     return (
-        f"{problem.text}. For fewer rows the parts make the whole: the model does something else "
+        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches. For fewer "
+        "rows the parts make the whole: the model does something else "
         f"with {sum(sizes)} rows than with {' and '.join(map(str, sorted(set(sizes))))}, so that a "
-        "branch of it depends on the batch size. Take that branch out of the model, or let it "
-        "depend on an argument; or give chunks=1"
+        "branch of it depends on the batch size, or it leaves out rows behind a number of them, as "
+        "x[:n] does. Take that out of the model, or let it depend on an argument; if the batch is "
+        "along other dimensions, give in_dims; or give chunks=1"
     )
 
 

@@ -22,8 +22,12 @@ the random number generators as they were.
     other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
+    asker                who asks PyTorch for something: the model, or PyTorch itself
+    asked                what a model asks about a value by functions that are built into Python
+    proxies, texts       what it does with a value that fx, or export, does not see
     outside              whether a model asks if gradients are recorded, and to what effect
     layouts              the same for the layout of tensors
+    uneven               inputs without a pattern, on which a model hides less
     folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
     repeated, operators  layers that repeat are exported once

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import builtins
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -33,30 +32,32 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import FakeTensor, FunctionalTensor
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_users
 from fxpipe.ir.tensors import class_of
+from fxpipe.trace.asker import in_this_thread
 from fxpipe.trace.errors import Refused
-from fxpipe.trace.patches import LOCK, patched
+from fxpipe.trace.patches import LOCK, classes_asked, patched
 
 
 @contextmanager
 def questions_answered(model: nn.Module, real: Callable[[Any], Any]) -> Iterator[None]:
     """Inside the ``with`` block, and in this thread, the code of a model that asks for the class,
-    the attributes or the length of a value is answered as in a real run. Whether a value is what
+    the attributes or the length of a value is answered as in a real run; so is ``x.__class__`` of
+    what stands for a value in an export (a proxy answers that itself). Whether a value is what
     stands for it in a trace (``isinstance(x, fx.Proxy)``) may be asked as well.
 
     Args:
         real: for any object, one that is asked in its place: for what stands for a value in a
             trace, an object of the class that the value has in a real run. It may raise an error.
     """
-    thread = threading.get_ident()
+    is_here = in_this_thread()
 
     def asked(value: Any) -> Any:
-        return real(value) if threading.get_ident() == thread else value
+        return real(value) if is_here() else value
 
     def length(value: Any) -> Any:
         is_recorded = isinstance(value, fx.Proxy) or (isinstance(value, Tensor) and value.ndim > 0)
-        if is_recorded and threading.get_ident() == thread:
+        if is_recorded and is_here():
             return value.size(0)
         return len(value)
 
@@ -68,6 +69,8 @@ def questions_answered(model: nn.Module, real: Callable[[Any], Any]) -> Iterator
         return hasattr(subject, name) or (subject is not value and name in vars(value))
 
     def attribute(value: Any, name: str, *default: Any) -> Any:
+        if name == "__class__":
+            return type(asked(value))
         is_there = not default or asked(value) is value or has_attribute(value, name)
         return getattr(value, name, *default) if is_there else default[0]
 
@@ -89,23 +92,23 @@ def questions_answered(model: nn.Module, real: Callable[[Any], Any]) -> Iterator
         "type": (type, _type_of(asked)),
         "is_tensor": (torch.is_tensor, is_tensor),  # where it is imported by its name
     }
-    with LOCK, patched(torch, "is_tensor", replace_is_tensor):
+    with LOCK, ExitStack() as stack:
+        stack.enter_context(patched(torch, "is_tensor", replace_is_tensor))
+        stack.enter_context(classes_asked(_STAND_INS, lambda value: type(asked(value))))
         hidden = [
-            (names, name, original)
+            (names, name, {name: names[name]} if name in names else {})
             for names in _scopes(model)
             for name, (original, _) in functions.items()
             if names.get(name, vars(builtins).get(name)) is original
         ]
-        own = [(names, name, original) for names, name, original in hidden if name in names]
         for names, name, _ in hidden:
             names[name] = functions[name][1]
         try:
             yield
         finally:
-            for names, name, _ in hidden:
+            for names, name, own in hidden:
                 names.pop(name, None)
-            for names, name, original in own:
-                names[name] = original
+                names.update(own)
 
 
 def _type_of(asked: Callable[[Any], Any]) -> type:
@@ -147,23 +150,25 @@ def _globals_of(value: Any) -> Iterator[dict[str, Any]]:
     """The globals of a function, a class or a module of a model's; nothing for all else."""
     kind = type(value)  # isinstance() would ask the object, which may be anything
     if kind is FunctionType:
-        if is_of_a_model(value.__code__.co_filename):
+        if is_a_users(value.__code__.co_filename, value.__module__ or ""):
             yield value.__globals__
         return
     module = sys.modules.get(value.__module__) if issubclass(kind, type) else value
-    if issubclass(type(module), ModuleType) and is_of_a_model(_file_of(module)):
+    if issubclass(type(module), ModuleType) and _is_a_users(module):
         yield vars(module)
 
 
-def _file_of(module: Any) -> str:
-    """The file of a module. A module that is typed at a prompt has none; nor has one that is built
-    into Python, which is none of a model's."""
-    file = vars(module).get("__file__")
-    return file or ("<stdin>" if module.__name__ == "__main__" else "<built in>")
+def _is_a_users(module: Any) -> bool:
+    """Whether a module may be a user's. One that is typed at a prompt has no file; nor has one that
+    is built into Python, which is no user's."""
+    if module.__name__ in sys.builtin_module_names:
+        return False
+    return is_a_users(str(vars(module).get("__file__")), module.__name__)
 
 
 _TENSOR, _PARAMETER = torch.empty(0), nn.Parameter(torch.empty(0))
 _NUMBERS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+_STAND_INS = FakeTensor, FunctionalTensor, *_NUMBERS
 
 
 def real_of_export(inputs: Sequence[Tensor]) -> Callable[[Any], Any]:

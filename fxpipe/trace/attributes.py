@@ -12,7 +12,6 @@ for one is refused; who sets attributes that no forward asks for may go on with 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.ir.errors import Unsupported
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.trace.asker import by_the_model
 from fxpipe.trace.errors import line_of_the_model
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import LOCK
@@ -38,12 +37,11 @@ def attributes_refused(example: Example) -> Iterator[None]:
         yield
         return
     asked: list[str] = []
-    thread = threading.get_ident()
+    asks = by_the_model()
 
     def missing(tensor: Tensor, name: str) -> Any:
         frame = sys._getframe(1)
-        is_asked = is_of_a_model(frame.f_code.co_filename) and threading.get_ident() == thread
-        if is_asked and name in example.attributes:
+        if name in example.attributes and asks(frame):
             asked.append(f"the attribute {name} of an input (at {line_of_the_model(frame)})")
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir._torch import ASSERT, FakeTensor
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models
 from fxpipe.trace import whole
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, Refused, source_line
 from fxpipe.trace.patches import caller, patched
@@ -53,7 +53,7 @@ def asserted(running: Running) -> Iterator[list[Exception]]:
         try:
             return original(value)
         except GuardOnDataDependentSymNode:
-            if is_of_a_model(frame.f_code.co_filename):
+            if is_a_models(frame):
                 line = source_line(frame.f_code.co_filename, frame.f_lineno)
                 text = f"{DEPENDS_ON_VALUES}, and the model catches the error (at {line})"
                 part = running.part
@@ -117,7 +117,7 @@ def _goes_on_with(frame: FrameType) -> bool | None:
     code = frame.f_code
     if code is ASSERT.__code__:
         return True
-    checks = is_of_a_model(code.co_filename) or code.co_filename.startswith(_DISTRIBUTIONS)
+    checks = is_a_models(frame) or code.co_filename.startswith(_DISTRIBUTIONS)
     if not checks or not _branches(code, frame.f_lasti):
         return None
     # Each instruction has a place in the source. The place of the instruction that branches may be

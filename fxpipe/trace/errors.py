@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir.errors import is_itself
-from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.ir.source import is_a_models, is_of_a_model, is_ours
 from fxpipe.trace import whole
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
@@ -126,13 +126,15 @@ def at(frame: traceback.FrameSummary) -> str:
 
 
 def source_line(filename: str, number: int) -> str:
-    """A line of code with its file and number, in the form in which messages show it."""
-    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+    """A line of code with its file and number, in the form in which messages show it. Code that is
+    typed at a prompt, or run by ``exec``, has no text that is known."""
+    text = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}: {text}" if text else f"{filename}:{number}"
 
 
 def line_of_the_model(frame: FrameType | None) -> str:
     """The innermost line of a model's code that runs in a frame or leads to it, for messages."""
-    while frame is not None and not is_of_a_model(frame.f_code.co_filename):
+    while frame is not None and not is_a_models(frame):
         frame = frame.f_back
     if frame is None:
         return "a line that is none of the model's"

@@ -32,10 +32,17 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import lines_of_the_model
-from fxpipe.trace.looked_up import texts_guarded
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
-from fxpipe.trace.patches import data_used, eased, fx_here, prints, silent, tensor_hooks
+from fxpipe.trace.patches import (
+    data_used,
+    eased,
+    fx_here,
+    prints,
+    silent,
+    tensor_hooks,
+    unwarned,
+)
 from fxpipe.trace.premises import unwatched
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_transforms, enclose_unknown_sizes, sized_by_values
@@ -43,6 +50,7 @@ from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
 from fxpipe.trace.slices import without_whole_slices
+from fxpipe.trace.texts import texts_guarded
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
         torch.inference_mode(False),
         torch.enable_grad(),
         silent(),
+        unwarned(r"torch\."),  # where the model runs, the same warning names a line of its own
         fx_here(),
         eased(),
     ):
@@ -376,9 +385,12 @@ def _largest_batch(program: torch.export.ExportedProgram, sizes: Sizes, batch: i
             continue
         upper = int(range_.upper) if range_.upper < torch.iinfo(torch.int32).max else sys.maxsize
         if range_.lower > 2 or upper < batch:
+            lower = int(range_.lower)
+            fewer = f"no fewer than {lower} rows"
+            rows = fewer if upper == sys.maxsize else f"no others than {lower} to {upper} rows"
             raise Refused(
-                "it branches on its batch size: "
-                f"the graph holds from {range_.lower} to {range_.upper} only"
+                "it branches on its batch size, or goes through its rows in a loop: the graph is "
+                f"right for {rows}{_by_a_branch(sizes)}"
             )
         largest = min(largest, upper)
     return largest
@@ -388,6 +400,17 @@ def _has_regions_without_gradients(program: torch.export.ExportedProgram) -> boo
     """Whether gradients are switched off, or on, for a part of the model."""
     region = torch.ops.higher_order.wrap_with_set_grad_enabled
     return any(node.target is region for node in program.graph.nodes)
+
+
+def _by_a_branch(sizes: Sizes) -> str:
+    """The line of the model that goes another way for two rows; "" if none is known."""
+    two = dict.fromkeys(sizes.batch, 2)
+    ways = (
+        each.where
+        for each in sizes.conditions
+        if each.where and each.relation.free_symbols <= sizes.batch and not each.holds(two)
+    )
+    return next((f" (at {where})" for where in ways), "")
 
 
 def _fixed_batch(program: torch.export.ExportedProgram, sizes: Sizes) -> str:

@@ -17,16 +17,16 @@ Only code of a model counts: PyTorch's own asks to choose among kernels that com
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.ir.source import is_of_a_model
-from fxpipe.trace.patches import patched
+from fxpipe.ir.source import is_a_models
+from fxpipe.trace.asker import in_this_thread
+from fxpipe.trace.patches import caller, patched
 
 OF_INPUTS = "inputs.requires_grad"
 """Stands for the flags of all inputs of a call, which a guard on the call compares."""
@@ -39,11 +39,11 @@ _SUFFIX = f".{_FLAG}"
 def flags_read(model: nn.Module, note: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Inside the ``with`` block ``note(module, name)`` is called for each flag that code of a model
     reads in this thread: ``name`` is "weight.requires_grad", or :data:`OF_INPUTS` of the model."""
-    thread = threading.get_ident()
+    is_here = in_this_thread()
 
     def replace(original: Any) -> property:
         def watched(tensor: Tensor) -> bool:
-            if _is_read_by_a_model() and threading.get_ident() == thread:
+            if _is_read_by_a_model(caller()) and is_here():
                 for module, name in _places(model, tensor):
                     note(module, name)
             return bool(original.__get__(tensor, type(tensor)))
@@ -72,13 +72,11 @@ def read_again(module: nn.Module, name: str) -> None:
     flag_of(module, name)
 
 
-def _is_read_by_a_model() -> bool:
+def _is_read_by_a_model(frame: FrameType) -> bool:
     """Whether the code that reads a flag is a model's, or stands in for it."""
-    frame = sys._getframe(2)
-    code = frame.f_code
-    if code is flag_of.__code__:
+    if frame.f_code is flag_of.__code__:
         return frame.f_back is not None and frame.f_back.f_code is read_again.__code__
-    return is_of_a_model(code.co_filename)
+    return is_a_models(frame)
 
 
 def _places(model: nn.Module, tensor: Tensor) -> list[tuple[nn.Module, str]]:

@@ -9,47 +9,66 @@
 To ask is harmless where the answer changes nothing: most models make a tensor contiguous that is
 not, or hand strides on. So a model that asks is run a few times more, and refused where its output
 differs: on inputs with the same values in other layouts; and once for each line that asks, with
-another answer there, which hidden values may have as well. The graph has to give the same on inputs
-in other layouts. PyTorch's own code asks to choose among kernels that compute the same: it does not
-count.
+another answer there, which hidden values may have as well. It is so on the inputs of the call, and
+on others without a pattern, as a mask of ones hides what is masked. The graph has to give the same
+on inputs in other layouts. PyTorch's own code asks to choose among kernels that compute the same:
+it does not count.
+
+The address of a tensor, ``data_ptr()``, is watched nowhere: an export fails on it, and a symbolic
+trace leaves it to the run, so that no graph has one as a constant.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir._torch import BASE, IS_VIEW, VERSION
+from fxpipe.ir._torch import BASE, IS_VIEW, IS_ZERO, TYPED_STORAGE, VERSION
 from fxpipe.ir.errors import Unsupported
-from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace import checks
+from fxpipe.trace.asker import by_the_model
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, source_line, suppressed
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.patches import patched
+from fxpipe.trace.uneven import uneven
 
 TOLERANCE = 1e-4  # relative: PyTorch chooses other kernels for other layouts
 
 Layout = Callable[[Tensor], Tensor]
 
 
+Otherwise = Callable[[Tensor, Any], Any] | None
+"""Another answer than the one to a question about a tensor; None if there is none that could be."""
+
+
 def _opposite(tensor: Tensor, answer: bool) -> bool:
     return not answer
 
 
-_METHODS: dict[str, Callable[[Tensor, Any], Any] | None] = {
-    **dict.fromkeys(("is_contiguous", IS_VIEW, "is_shared", "is_neg", "is_conj"), _opposite),
+def _one_more(tensor: Tensor, answer: int) -> int:
+    return answer + 1
+
+
+_FUNCTIONS: dict[str, Otherwise] = dict.fromkeys(("is_conj", "is_neg"), _opposite)
+_METHODS: dict[str, Otherwise] = {
+    **_FUNCTIONS,
+    **dict.fromkeys(("is_contiguous", IS_VIEW, "is_shared", "is_pinned"), _opposite),
+    **dict.fromkeys(("is_set_to", IS_ZERO), _opposite),
     **dict.fromkeys(("stride", "storage_offset")),  # other numbers would be none of any tensor
+    **dict.fromkeys(("untyped_storage", "storage", TYPED_STORAGE)),
+    "dim_order": lambda tensor, answer: answer[::-1],
 }
-_PROPERTIES: dict[str, Callable[[Tensor, Any], Any] | None] = {
-    VERSION: lambda tensor, answer: answer + 1,
+_PROPERTIES: dict[str, Otherwise] = {
+    **dict.fromkeys((VERSION, "output_nr"), _one_more),
     BASE: lambda tensor, answer: tensor if answer is None else None,
+    "retains_grad": _opposite,
 }
 _OTHERWISE = {**_METHODS, **_PROPERTIES}
 
@@ -73,21 +92,25 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     answer at one of ``lines``. A run that fails tells nothing: the model does not go on then."""
     if not lines:
         return
-    fresh = _output(example, tensors)
-    for line, count in Counter(lines).items():
-        with _other_answers(line, count):
-            otherwise = _output(example, tensors)
-        if _differ(fresh, otherwise):
-            _refuse(example, line)
-    for values, layout in _in_other_layouts(tensors):
-        if _differ(_output(example, values), _output(example, values, layout)):
-            _refuse(example, lines[0])
+    two = tensors if example.batch is None else example.resized(2)  # a row alone has any stride
+    for sample in tensors, uneven(two):
+        fresh = _output(example, sample)
+        for line, count in Counter(lines).items():
+            with _other_answers(line, count):
+                otherwise = _output(example, sample)
+            if _differ(fresh, otherwise):
+                _refuse(example, line)
+        for values, layout in _in_other_layouts(sample):
+            contiguous = fresh if values is sample else _output(example, values)
+            if _differ(contiguous, _output(example, values, layout)):
+                _refuse(example, lines[0])
 
 
 def compare(example: Example, tensors: Sequence[Tensor], traced: Traced, lines: list[str]) -> None:
     """Raise ``Refused`` unless the graph of a model that asks at ``lines`` gives what the model
     gives on inputs in other layouts."""
-    for values, layout in _in_other_layouts(tensors) if lines else ():
+    samples = (tensors, uneven(tensors)) if lines else ()
+    for values, layout in (each for sample in samples for each in _in_other_layouts(sample)):
         expected = _output(example, values, layout)
         if expected is None:
             continue
@@ -130,10 +153,15 @@ def _output(
 
 
 def _in_other_layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[Tensor], Layout]]:
-    """Values, and functions that give them in another layout."""
+    """Values, and functions that give them in another layout. Where one layout needs values that
+    are repeated, they are repeated from several places: those from one may be without effect."""
     for layout in _offset, _spaced, _reversed, _swapped, _channels_last:
         yield tensors, layout
-    yield [_repeated(tensor).contiguous() for tensor in tensors], _repeated
+    along = [
+        partial(_repeated, dim=dim) for dim in range(max((t.ndim for t in tensors), default=0))
+    ]
+    for layout in (*along, *(partial(_everywhere, place=place) for place in (0.0, 0.5, 1.0))):
+        yield [layout(tensor).contiguous() for tensor in tensors], layout
 
 
 def _offset(tensor: Tensor) -> Tensor:
@@ -147,9 +175,23 @@ def _spaced(tensor: Tensor) -> Tensor:
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
-def _repeated(tensor: Tensor) -> Tensor:
-    """The first element, everywhere: all strides are 0."""
-    return tensor.flatten()[:1].clone().expand(tensor.shape) if tensor.numel() else tensor
+def _repeated(tensor: Tensor, dim: int) -> Tensor:
+    """What is first along a dimension, everywhere along it: its stride is 0."""
+    if tensor.ndim <= dim or not tensor.numel():
+        return tensor.clone()
+    return tensor.narrow(dim, 0, 1).clone().expand(tensor.shape)
+
+
+def _everywhere(tensor: Tensor, place: float) -> Tensor:
+    """One element, everywhere: all strides are 0.
+
+    Args:
+        place: where the element is, from 0 for the first to 1 for the last.
+    """
+    if not tensor.numel():
+        return tensor.clone()
+    chosen = round(place * (tensor.numel() - 1))
+    return tensor.flatten()[chosen].clone().expand(tensor.shape)
 
 
 def _reversed(tensor: Tensor) -> Tensor:
@@ -199,14 +241,14 @@ def _other_answers(line: str, count: int) -> Iterator[None]:
 def _answered(answered: Callable[[str, Tensor, str, Any], Any]) -> Iterator[None]:
     """Inside the ``with`` block ``answered(line, tensor, name, answer)`` gives what a question of
     the model's in this thread is answered, where PyTorch would give ``answer``."""
-    thread = threading.get_ident()
+    asks = by_the_model()
 
     def given(tensor: Tensor, name: str, answer: Any) -> Any:
         frame = sys._getframe(2)
-        file = frame.f_code.co_filename
-        if threading.get_ident() != thread or not is_of_a_model(file):
+        if not asks(frame):
             return answer
-        return answered(source_line(file, frame.f_lineno), tensor, name, answer)
+        line = source_line(frame.f_code.co_filename, frame.f_lineno)
+        return answered(line, tensor, name, answer)
 
     def method(name: str) -> Callable[[Any], Any]:
         def replace(original: Any) -> Any:
@@ -228,6 +270,8 @@ def _answered(answered: Callable[[str, Tensor, str, Any], Any]) -> Iterator[None
         return replace
 
     with ExitStack() as stack:
+        for name in _FUNCTIONS:
+            stack.enter_context(patched(torch, name, method(name), tells_threads=True))
         for name in _METHODS:
             stack.enter_context(patched(Tensor, name, method(name), tells_threads=True))
         for name in _PROPERTIES:

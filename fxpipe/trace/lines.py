@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models
 from fxpipe.trace.patches import patched
 
 _TRACE = inspect.unwrap(fx.Tracer.trace).__code__
@@ -25,7 +25,8 @@ def running_lines() -> str:
     lines: list[str] = []
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not _TRACE:
-        if is_of_a_model(frame.f_code.co_filename):
+        # A function that PyTorch has made by eval is of no module.
+        if is_a_models(frame) and "__name__" in frame.f_globals:
             lines.append(_line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return "".join(reversed(lines))

@@ -9,15 +9,14 @@ gradients are recorded, and random number generators of its own.
 
 To ask is harmless where the answer changes nothing: layers of diffusers ask ahead of a checkpoint.
 So a model that asks is run in each of the modes, and is refused where its output differs. It asks
-in one of these ways: by a function, or by what a hidden value has only where gradients are
-recorded, ``hidden.grad_fn`` and ``hidden.is_leaf``. What it asks of ``requires_grad`` is a premise
-of the graph instead (:mod:`fxpipe.trace.flags`).
+in one of these ways: by a function; by ``is_inference()`` of a value; or by what a hidden value has
+only where gradients are recorded, ``hidden.grad_fn`` and ``hidden.is_leaf``. What it asks of
+``requires_grad`` is a premise of the graph instead (:mod:`fxpipe.trace.flags`).
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,13 +28,16 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir.errors import TraceError
 from fxpipe.ir.log import warn
-from fxpipe.ir.source import is_of_a_layer, is_of_a_model, is_of_torch, is_ours
+from fxpipe.ir.source import is_of_torch, is_ours
 from fxpipe.trace import checks
-from fxpipe.trace.errors import at, is_model_line, suppressed
+from fxpipe.trace.asker import by_the_model
+from fxpipe.trace.errors import at, is_model_line, source_line, suppressed
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import patched
+from fxpipe.trace.uneven import uneven
 
-_FUNCTIONS = "is_grad_enabled", "is_inference_mode_enabled"
+_OF_A_TENSOR = "is_inference"
+_FUNCTIONS = "is_grad_enabled", "is_inference_mode_enabled", _OF_A_TENSOR
 _PROPERTIES = "grad_fn", "is_leaf"
 
 
@@ -44,18 +46,17 @@ def modes_asked() -> Iterator[list[str]]:
     """Yields the lines of the model, or of layers of PyTorch's, that ask, within the ``with`` block
     and in this thread, whether gradients are recorded: a list that grows."""
     lines: list[str] = []
-    thread = threading.get_ident()
+    asks = by_the_model(layers=True)
 
     def note() -> None:
-        # PyTorch asks, too, in its own functions.
-        file = sys._getframe(2).f_code.co_filename
-        if threading.get_ident() == thread and (is_of_a_model(file) or is_of_a_layer(file)):
-            lines.append(at(traceback.extract_stack(sys._getframe(2), limit=1)[0]))
+        frame = sys._getframe(2)
+        if asks(frame):
+            lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
 
-    def function(original: Callable[[], bool]) -> Callable[[], bool]:
-        def asked() -> bool:
+    def function(original: Callable[..., bool]) -> Callable[..., bool]:
+        def asked(*args: Any) -> bool:
             note()
-            return original()
+            return original(*args)
 
         return asked
 
@@ -69,6 +70,7 @@ def modes_asked() -> Iterator[list[str]]:
     with ExitStack() as stack:
         for name in _FUNCTIONS:
             stack.enter_context(patched(torch, name, function, tells_threads=True))
+        stack.enter_context(patched(Tensor, _OF_A_TENSOR, function, tells_threads=True))
         for name in _PROPERTIES:
             stack.enter_context(patched(Tensor, name, of_tensors, tells_threads=True))
         yield lines
@@ -83,25 +85,18 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
     may be later on. So the model runs with all of its parameters trained, too; and once with inputs
     that have a history. A mode in which the model does not run is left out: the pipeline runs its
     graph there, too, and can differ from no output.
+
+    A model that asks by itself runs on inputs without a pattern as well, as the example may hide a
+    difference. For layers of PyTorch's, what they do with the user's own inputs is enough: they may
+    differ where all is masked, say, of which no user needs to be warned.
     """
-    if not lines:
-        return
-    outputs = []
-    for mode in nullcontext(), torch.inference_mode():
-        with suppressed(), mode:
-            outputs.append(example.run(tensors).output)
-    for trained in nullcontext(), _all_trained(example.model):
-        with suppressed(), trained:
-            outputs.append(example.run(tensors, recorded=True).output)
-    with suppressed():
-        outputs.append(example.run(tensors, recorded=True, given=_with_history).output)
-    # PyTorch may choose other kernels where it keeps nothing for a backward.
-    if not any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:]):
+    of_the_model = [line for line in lines if not is_of_torch(line)]
+    samples = [tensors, uneven(tensors)] if of_the_model else [tensors] * bool(lines)
+    if not any(_differ(example, sample) for sample in samples):
         return
     depends = (
         f"the output of {type(example.model).__name__} depends on whether gradients are recorded"
     )
-    of_the_model = [line for line in lines if not is_of_torch(line)]
     if of_the_model:
         raise TraceError(
             f"{depends}, for which it asks (at {of_the_model[0]}), and one graph serves calls with "
@@ -112,6 +107,21 @@ def refuse_other_outputs(example: Example, tensors: Sequence[Tensor], lines: lis
         "gives zeros at padded positions, say. The pipeline gives what the model gives where they "
         "are, in all calls. torch.backends.mha.set_fastpath_enabled(False) lets the model do so"
     )
+
+
+def _differ(example: Example, tensors: Sequence[Tensor]) -> bool:
+    """Whether the outputs of a model on these tensors differ with the mode that it runs in."""
+    outputs = []
+    for mode in nullcontext(), torch.inference_mode():
+        with suppressed(), mode:
+            outputs.append(example.run(tensors).output)
+    for trained in nullcontext(), _all_trained(example.model):
+        with suppressed(), trained:
+            outputs.append(example.run(tensors, recorded=True).output)
+    with suppressed():
+        outputs.append(example.run(tensors, recorded=True, given=_with_history).output)
+    # PyTorch may choose other kernels where it keeps nothing for a backward.
+    return any(checks.difference(outputs[0], one, checks.EXPORT_TOLERANCE) for one in outputs[1:])
 
 
 def _with_history(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.tolist, Tensor.numpy...      computed_with     to see of which values it makes constants
     nn.Module._call_impl                Running           to see in which module an error arises
     nn.Module._apply                    eased             to export module.to() within a forward
+    Tensor.as_subclass                  eased             to keep track of a tensor, by a view of it
     Distribution._validate_args         eased             to skip checks of values: fakes have none
     autograd.grad, autograd.backward    eased             to refuse a backward within a forward
     Tensor.data                         data_used         to see its use: export loses its writes
@@ -42,6 +43,7 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.grad_fn, torch.is_grad_en... modes_asked       to see who asks whether gradients are kept
     Tensor.stride, Tensor._version...   layouts_asked     to see who asks for the layout of a tensor
     Tensor.__getattr__                  attributes_re...  to see who asks for an input's attribute
+    FakeTensor.__getattribute__, SymInt classes_asked     to answer for the class of a value
     torch.is_tensor                     questions_answ... to answer as in a real run
 
 Beside these, ``len``, ``isinstance``, ``type`` and some more are put among the globals of a model's
@@ -55,10 +57,11 @@ import functools
 import inspect
 import io
 import logging
+import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType, ModuleType
 from typing import Any
@@ -79,7 +82,8 @@ from fxpipe.ir._torch import (
     LazyGraphModule,
     SingleLevelFunction,
 )
-from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.ir.source import is_a_models, is_ours
+from fxpipe.trace.asker import asks_for_a_class
 from fxpipe.trace.errors import GRADIENTS, Refused, source_line
 
 LOCK = threading.RLock()
@@ -261,8 +265,12 @@ class _Stderr:
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
+def unwarned(module: str = "") -> Iterator[None]:
     """Inside the ``with`` block, warnings of this thread are dropped.
+
+    Args:
+        module: a regular expression for the names of the modules whose lines the warnings name;
+            by default for all.
 
     A check runs the model and the loss on samples whose shapes and values are none of the user's
     (a single row, of which no standard deviation is known; half of a batch beside a target of all
@@ -271,7 +279,7 @@ def unwarned() -> Iterator[None]:
     a warning that is shown, or recorded, would count as given when a call warns of the same.
     """
     here = _HereOnly()
-    entry: Any = ("ignore", here, Warning, None, 0)
+    entry: Any = ("ignore", here, Warning, re.compile(module), 0)
     warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
     try:
         yield
@@ -311,7 +319,7 @@ def prints() -> Iterator[list[str]]:
     def replace(original: Callable[..., None]) -> Callable[..., None]:
         def function(*args: Any, **kwargs: Any) -> None:
             frame = caller()
-            if is_of_a_model(frame.f_code.co_filename) and not _is_beside(frame):
+            if is_a_models(frame) and not _is_beside(frame):
                 lines.append(source_line(frame.f_code.co_filename, frame.f_lineno))
             else:
                 original(*args, **kwargs)
@@ -341,6 +349,32 @@ def _is_beside(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in _CALL_OTHERS
+
+
+# ---------------------------------------------------------------------------- the class of a value
+
+
+@contextmanager
+def classes_asked(kinds: Iterable[type], class_of: Callable[[Any], type]) -> Iterator[None]:
+    """Inside the ``with`` block ``class_of(value)`` is what the model's code gets for
+    ``value.__class__``, where the value is an object of one of these classes.
+
+    Python lets nobody set ``__class__`` of a class to a property, so that all attributes are looked
+    up by the replacement.
+    """
+
+    def replace(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def look_up(value: Any, name: str) -> Any:
+            if name == "__class__" and asks_for_a_class(caller()):
+                return class_of(value)
+            return original(value, name)
+
+        return look_up
+
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patched(kind, "__getattribute__", replace, tells_threads=True))
+        yield
 
 
 # ------------------------------------------------------------------------ autograd's own functions
@@ -384,8 +418,8 @@ def tensor_hooks() -> Iterator[list[str]]:
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
             frame = caller()
-            file = frame.f_code.co_filename
-            hooked.append(source_line(file, frame.f_lineno) if is_of_a_model(file) else "")
+            line = source_line(frame.f_code.co_filename, frame.f_lineno)
+            hooked.append(line if is_a_models(frame) else "")
             return original(tensor, hook)
 
         return register_hook
@@ -399,9 +433,9 @@ def tensor_hooks() -> Iterator[list[str]]:
 
 @contextmanager
 def eased() -> Iterator[None]:
-    """Inside the ``with`` block ``torch.export`` accepts two things on which it fails without need:
-    calls of ``module.to()`` within a forward that change nothing, and distributions that check
-    their arguments.
+    """Inside the ``with`` block ``torch.export`` accepts three things on which it fails without
+    need: calls of ``module.to()`` within a forward that change nothing, ``as_subclass(Tensor)``,
+    and distributions that check their arguments.
 
     A backward within the forward, on which export fails as well, is refused with a message that
     says so. Flags that export sets for the whole process are set for this thread only. And the
@@ -410,6 +444,7 @@ def eased() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
+        stack.enter_context(patched(Tensor, "as_subclass", _a_view_of_plain))
         # Distributions check the values of their parameters, and fake tensors have no values.
         stack.enter_context(patched(Distribution, VALIDATE_ARGS, lambda _: False))
         for name in ("grad", "backward"):
@@ -448,6 +483,18 @@ def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.M
     return _apply
 
 
+def _a_view_of_plain(original: Callable[[Tensor, type], Tensor]) -> Callable[..., Tensor]:
+    """A replacement of ``Tensor.as_subclass``: it gives a view of the tensor where the class is
+    that of all tensors, as all have it that a graph computes with. Export would lose track of what
+    the original gives."""
+
+    def as_subclass(tensor: Tensor, kind: type) -> Tensor:
+        is_plain = kind is Tensor and torch.compiler.is_exporting() and is_a_models(caller())
+        return tensor.view_as(tensor) if is_plain else original(tensor, kind)
+
+    return as_subclass
+
+
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of ``autograd.grad`` and ``autograd.backward`` that raises ``Refused`` during
     an export: export cannot trace a backward, and its own message does not say so."""
@@ -475,17 +522,17 @@ def data_used(*, detached: bool) -> Iterator[list[str]]:
 
     def replace(original: Any) -> Any:
         def data(tensor: Tensor) -> Tensor:
-            code = caller().f_code
-            if not (torch.compiler.is_exporting() and is_of_a_model(code.co_filename)):
+            frame = caller()
+            if not (torch.compiler.is_exporting() and is_a_models(frame)):
                 return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
-            files.append(code.co_filename)
+            files.append(frame.f_code.co_filename)
             read.append((tensor, tensor.detach() if detached else original.__get__(tensor, Tensor)))
             return read[-1][1]
 
         def set_data(tensor: Tensor, value: Tensor) -> None:
             # ``x.data *= y`` writes in place, and then sets x.data to what it has read.
             is_the_same = any(tensor is own and value is got for own, got in read)
-            is_the_models = is_of_a_model(caller().f_code.co_filename)
+            is_the_models = is_a_models(caller())
             if torch.compiler.is_exporting() and is_the_models and not is_the_same:
                 raise Refused(
                     "it sets .data of a value, of which no graph can tell: compute another tensor, "

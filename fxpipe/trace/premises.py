@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import version_of
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models, is_of_a_model
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import patches
 from fxpipe.trace.flags import OF_INPUTS, flag_of, flags_read, is_flag
@@ -156,7 +156,7 @@ def _is_missed(module: nn.Module, name: str) -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in (__file__, patches.__file__):
         frame = frame.f_back
-    return frame is not None and is_of_a_model(frame.f_code.co_filename)
+    return frame is not None and is_a_models(frame)
 
 
 class Premises:

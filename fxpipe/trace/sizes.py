@@ -35,7 +35,7 @@ from fxpipe.ir._torch import (
     first_symbol,
     formats_of_convolution,
 )
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models
 from fxpipe.trace.errors import Refused, at, is_model_line
 from fxpipe.trace.patches import patched
 
@@ -270,7 +270,7 @@ def _is_strided_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _model_frame() -> traceback.FrameSummary | None:
     """The innermost frame of the model's code that is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_of_a_model(frame.f_code.co_filename):
+    while frame is not None and not is_a_models(frame):
         frame = frame.f_back
     if frame is None:
         return None

@@ -28,7 +28,7 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.log import warn
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models
 from fxpipe.runtime.random import HostRandomState
 from fxpipe.runtime.state import STATEFUL, Attribute, State
 from fxpipe.trace.checks import Reference, difference
@@ -287,7 +287,7 @@ def _where(example: Example, tensors: list[Tensor], unit: Unit) -> str:
     attribute = Attribute(*unit)
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
-        if not is_of_a_model(frame.f_code.co_filename) or found:
+        if not is_a_models(frame) or found:
             return None
         if not attribute.is_now():
             changing: FrameType | None = frame

@@ -31,9 +31,9 @@ from fxpipe.trace.folded import Folded, computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.lines import running_lines
-from fxpipe.trace.looked_up import Proxy
 from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
+from fxpipe.trace.proxies import Proxy
 
 
 def front_end(example: Example) -> Traced:

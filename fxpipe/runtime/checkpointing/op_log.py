@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import TorchDispatchMode, pytree
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_a_models
 
 
 class OpLog(TorchDispatchMode):
@@ -61,6 +61,6 @@ def _shown(value: Any) -> str:
 def _line() -> str:
     """The innermost line of code that may be a model's."""
     frame = sys._getframe(1)
-    while frame is not None and not is_of_a_model(frame.f_code.co_filename):
+    while frame is not None and not is_a_models(frame):
         frame = frame.f_back  # type: ignore[assignment]
     return "somewhere" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import fxpipe
 import passes
-from fxpipe.ir.source import is_of_a_model, model_frame
+from fxpipe.ir.source import is_a_models, is_of_a_model, model_frame
 
 TORCH, OURS, PASSES = (Path(each.__file__).parent for each in (torch, fxpipe, passes))
 
@@ -29,12 +30,22 @@ TORCH, OURS, PASSES = (Path(each.__file__).parent for each in (torch, fxpipe, pa
         ("<frozen importlib._bootstrap>", False),
         ("<ipython-input-1-2a5f>", True),
         ("<stdin>", True),
+        ("<string>", True),  # run by exec, or by python -c
         ("my_model.py", True),
         (contextlib.__file__, False),
     ],
 )
 def test_a_line_of_the_models_is_not_pytorchs_nor_ours_nor_generated(filename, expected):
     assert is_of_a_model(os.fspath(filename)) is expected
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [("my_model", True), ("torch.export", False), ("fxpipe.trace", False)]
+)
+def test_a_frame_of_code_in_no_file_is_of_the_module_that_runs_it(module, expected):
+    scope = {"__name__": module, "sys": sys}
+    exec("frame = sys._getframe()", scope)
+    assert is_a_models(scope["frame"]) is expected
 
 
 def test_the_model_frame_of_a_stack_is_the_innermost_that_is_of_a_model():

@@ -73,13 +73,16 @@ def test_an_export_works_on_fake_or_functional_tensors():
     assert seen and all(issubclass(t, _torch.FakeTensor | _torch.FunctionalTensor) for t in seen)
 
 
-def test_a_tensor_tells_of_its_history_by_a_method_and_two_properties():
-    """If a model can ask for these in public, ``IS_VIEW``, ``VERSION`` and ``BASE`` go."""
+def test_a_tensor_tells_of_its_history_and_memory_by_three_methods_and_two_properties():
+    """If a model can ask for these in public, ``IS_VIEW``, ``IS_ZERO``, ``TYPED_STORAGE``,
+    ``VERSION`` and ``BASE`` go."""
     part = (x := torch.ones(2))[:1]
     part += 1
     assert getattr(part, _torch.IS_VIEW)() and not getattr(x, _torch.IS_VIEW)()
     assert getattr(part, _torch.BASE) is x and getattr(x, _torch.VERSION) == 1
-    assert does_not_exist_in_public(torch.Tensor, "is_view", "version", "base")
+    assert not getattr(x, _torch.IS_ZERO)() and len(getattr(x, _torch.TYPED_STORAGE)()) == 2
+    assert does_not_exist_in_public(torch.Tensor, "is_view", "version", "base", "is_zerotensor")
+    assert does_not_exist_in_public(torch.Tensor, "typed_storage")
 
 
 def test_a_dispatch_mode_sees_operators_which_are_overloads_with_a_schema():

@@ -27,6 +27,27 @@ class Reader(nn.Module):
         return self.layer(packed)[1][0]
 
 
+class Folded(nn.Module):
+    """Takes several rows in a row as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, batch_size=None):
+        h = self.b(self.a(x).relu())
+        return h.view(x.shape[0] // 5 if batch_size is None else batch_size, 5, 4).mean(1)
+
+
+def test_a_number_of_rows_as_an_argument_is_named():
+    pipe = fxpipe.compile(Folded(), TWO, chunks=4)
+    with pytest.raises(
+        fxpipe.BatchError,
+        match=r"batch_size is 16 for each micro-batch as well: .* leave it out.* x.shape\[0\]$",
+    ):
+        pipe(torch.randn(80, 4), 16)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_in_a_list_are_to_be_a_tensor():
     model = Reader()

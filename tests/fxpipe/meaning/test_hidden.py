@@ -151,6 +151,25 @@ def test_a_branch_that_both_take_is_right():
             pipe(rows(6))  # a part of three rows takes the other branch
 
 
+class Crops(nn.Module):
+    """Leaves out the time steps behind the longest row, which may be any dimension to the check."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, lengths):
+        longest = int(lengths.max())
+        return self.b(self.a(x[:, :longest]).relu()).sum(1) / lengths[:, None]
+
+
+def test_so_is_a_dimension_of_which_a_length_is_left_out():
+    lengths = torch.tensor([1, 2, 3, 4] * 4)
+    said = r"with x along dimension 1 cut into .* leaves out rows behind a number .* give in_dims"
+    with pytest.raises(fxpipe.BatchError, match=said):
+        fxpipe.compile(Crops(), TWO, chunks=4)(torch.randn(16, 6, 4), lengths)
+
+
 # ------------------------------------------------------------------- what is kept between calls
 
 

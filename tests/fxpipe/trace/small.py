@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,3 +80,23 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)) + self.shift
+
+
+class Scaled(nn.Module):
+    """Scales by a number that is looked up by the length."""
+
+    def __init__(self, look_up: Callable[[int], float]) -> None:
+        super().__init__()
+        self.a, self.b, self.look_up = nn.Linear(4, 4), nn.Linear(4, 4), look_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * self.look_up(x.shape[1]))
+
+
+TEXTS: dict[str, Callable[[int], float]] = {
+    "str": lambda t: {"3": 2.0, "9": 3.0}.get(str(t), 1.0),
+    "repr": lambda t: {"3": 2.0, "9": 3.0}.get(repr(t), 1.0),
+    "f-string": lambda t: {"3": 2.0, "9": 3.0}.get(f"{t}", 1.0),
+    "%s": lambda t: {"3": 2.0, "9": 3.0}.get("%s" % t, 1.0),  # noqa: UP031
+}
+"""Numbers that are looked up by the text of a size."""

@@ -108,6 +108,7 @@ INPUTS = {
     "match": matched,
     "singledispatch": dispatched,
     "__class__": lambda m: m.__class__ is Tensor,
+    "getattr of its class": lambda m: getattr(m, "__class__") is Tensor,  # noqa: B009
     "number": lambda m: not isinstance(m, numbers.Number),
 }
 HIDDEN = {
@@ -121,6 +122,9 @@ HIDDEN = {
     "type of a size": lambda h: 2.0 if type(h.shape[1]) is int else 3.0,
     "match": lambda h: 2.0 if matched(h) else 3.0,
     "singledispatch": lambda h: 2.0 if dispatched(h) else 3.0,
+    "__class__": lambda h: 2.0 if h.__class__ is Tensor else 3.0,
+    "a call of its class": lambda h: 2.0 if len(h.__class__([1.0, 2.0])) == 2 else 3.0,
+    "__class__ of a size": lambda h: 2.0 if h.shape[1].__class__ is int else 3.0,
     "in an error": swallowed,
     "in a write": written,
     "in a loop": looped,
@@ -153,18 +157,18 @@ class Hidden(nn.Module):
         return self.b(x * self.ask(self.a(x)))
 
 
-def example_of(model, *inputs):
+def example_of(model, *inputs, tracer="auto"):
     """The pipeline of a model, compiled for an example of ones or zeros, which hides branches."""
-    return fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=inputs)
+    return fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=inputs, tracer=tracer)
 
 
+@BOTH
 @pytest.mark.parametrize("way", INPUTS)
-def test_an_input_answers_as_in_a_real_run(way):
+def test_an_input_answers_as_in_a_real_run(way, tracer):
     model = Masked(INPUTS[way])
-    with example_of(model, torch.randn(4, 4), torch.ones(4, 4)) as pipe:
+    with example_of(model, torch.randn(4, 4), torch.ones(4, 4), tracer=tracer) as pipe:
         x, mask = torch.randn(4, 4), torch.tensor([[0.0], [1.0], [0.0], [2.0]]).expand(4, 4)
         torch.testing.assert_close(pipe(x, mask), copy.deepcopy(model)(x, mask))
-        assert pipe.compilations[0].front_end == "symbolic"
 
 
 @pytest.mark.parametrize("way", sorted(HIDDEN.keys() - {"in an error"}))
@@ -233,3 +237,28 @@ def test_a_function_of_another_module_is_answered_too(tmp_path, monkeypatch):
     with example_of(model, torch.randn(4, 4), torch.ones(4, 4)) as pipe:
         torch.testing.assert_close(pipe(x, mask), model(x, mask))
     assert "isinstance" not in vars(sys.modules["its_helpers"])
+
+
+AT_A_PROMPT = """
+import torch
+
+class Typed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        h = self.a(x)
+        return self.b(h * mask if isinstance(mask, torch.Tensor) else h)
+"""
+
+
+@pytest.mark.parametrize("file", ["<string>", "<stdin>", "<ipython-input-1-2a5f>"])
+@pytest.mark.parametrize("scope", [{"__name__": "__main__"}, {}])
+def test_code_that_is_in_no_file_is_answered_too(file, scope):
+    exec(compile(AT_A_PROMPT, file, "exec"), scope)
+    model = scope["Typed"]()
+    x, mask = torch.randn(4, 4), torch.zeros(4, 4)
+    with example_of(model, torch.randn(4, 4), torch.ones(4, 4)) as pipe:
+        torch.testing.assert_close(pipe(x, mask), model(x, mask))
+    assert "isinstance" not in scope

@@ -90,6 +90,16 @@ def test_a_branch_beyond_the_batch_is_no_hindrance():
         trace(Branches(), (x(80),))
 
 
+def test_a_loop_over_parts_of_the_batch_is_named() -> None:
+    class InParts(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.layers(part) for part in x.split(3)])  # here
+
+    said = r"goes through its rows in a loop: .* right for no fewer than 6 rows \(at .*# here\)"
+    with pytest.raises(TraceError, match=said):
+        trace(InParts(), (x(8),))
+
+
 def test_a_model_that_takes_no_larger_batch_is_compared_on_the_example():
     class AtMostFour(nn.Module):
         def forward(self, x):

@@ -86,6 +86,21 @@ def test_an_input_that_requires_a_gradient_is_refused_where_a_forward_asks_for_t
         assert pipe.guards.failure(X.clone().requires_grad_()) == "x.requires_grad: False → True"
 
 
+class AlsoForLargeBatches(DoublesForGradients):
+    """Makes its batch size a constant as well, of which a trace for any size would be refused."""
+
+    def forward(self, x):
+        return super().forward(x) * (3 if float(len(x)) > 100 else 1)
+
+
+def test_so_it_is_said_of_a_model_that_is_compiled_for_one_batch_size():
+    with (
+        compiled(AlsoForLargeBatches()) as pipe,
+        pytest.raises(Unsupported, match=r"the input x does.*x\.detach\(\)"),
+    ):
+        pipe(X.clone().requires_grad_())
+
+
 def test_only_what_code_of_the_model_asks_is_noted():
     model = MLP()
     own = next(model.parameters())

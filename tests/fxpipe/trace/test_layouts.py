@@ -28,6 +28,14 @@ QUESTIONS: dict[str, Callable[[Tensor], bool]] = {
     "shared": lambda x: x.is_shared(),  # asks
     "version": lambda x: x._version == 0,  # asks
     "negated": lambda x: x.is_neg(),  # asks
+    "negated, by a function": lambda x: torch.is_neg(x),  # asks
+    "conjugated": lambda x: torch.is_conj(x),  # asks
+    "pinned": lambda x: x.is_pinned(),  # asks
+    "order": lambda x: x.dim_order() == (0, 1, 2),  # asks
+    "bytes in memory": lambda x: x.untyped_storage().nbytes() == x.nbytes,  # asks
+    "elements in memory": lambda x: len(x.storage()) == x.numel(),  # asks
+    "number of an output": lambda x: x.output_nr == 0,  # asks
+    "keeps its gradient": lambda x: x.retains_grad,  # asks
 }
 
 
@@ -43,6 +51,30 @@ class Asks(nn.Module):
         h = self.first(x * self.factor if self.asks(x) else x)
         y: Tensor = self.second(h.relu())
         return y
+
+
+class Masks(nn.Module):
+    """Masks what is contiguous only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.first(x * mask if x.is_contiguous() else x)  # asks
+        y: Tensor = self.second(h.relu())
+        return y
+
+
+class LooksUp(nn.Module):
+    def __init__(self, asks: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.asks = asks
+        self.first, self.second = nn.Embedding(4, 4, padding_idx=0), nn.Linear(4, 4, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h: Tensor = self.second(self.first(ids))
+        return h * 2 if self.asks(ids) else h
 
 
 class Channels(nn.Module):
@@ -104,6 +136,38 @@ def test_so_is_one_that_asks_for_the_order_of_channels(tracer: str) -> None:
     pipe = fxpipe.compile(Channels(), TWO, chunks=2, tracer=tracer)
     with pytest.raises(TraceError, match=r"layout or the history .*\(at .*# asks\)"):
         pipe(torch.randn(4, 3, 5, 5))
+
+
+@BOTH
+def test_so_is_one_that_asks_whether_two_tensors_have_the_same_memory(tracer: str) -> None:
+    asks = Asks(lambda x: x.is_set_to(x.detach()))  # asks
+    pipe = fxpipe.compile(asks, TWO, chunks=2, tracer=tracer)
+    with pytest.raises(TraceError, match=r"layout or the history .*\(at .*# asks\)"):
+        pipe(X)
+
+
+@BOTH
+def test_an_example_that_hides_the_difference_does_not_help(tracer: str) -> None:
+    pipe = fxpipe.compile(Masks(), TWO, chunks=2, tracer=tracer)
+    with pytest.raises(TraceError, match=r"layout or the history .*\(at .*# asks\)"):
+        pipe(X, torch.ones(8, 3, 4))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda ids: ids.stride(0) == 0,  # asks
+        lambda ids: set(ids.stride()) == {0},  # asks
+    ],
+)
+def test_repeated_rows_are_several_of_which_one_may_be_without_effect(
+    asks: Callable[[Tensor], bool], tracer: str
+) -> None:
+    """The first element is padding, and all that is computed from it is zero."""
+    pipe = fxpipe.compile(LooksUp(asks), TWO, chunks=2, tracer=tracer)
+    with pytest.raises(TraceError, match=r"layout or the history .*\(at .*# asks\)"):
+        pipe(torch.tensor([[0, 1, 2]] * 8))
 
 
 @BOTH

@@ -25,6 +25,14 @@ def by_function_for_inference(h: Tensor) -> bool:
     return not torch.is_inference_mode_enabled()  # asks
 
 
+def by_a_value(h: Tensor) -> bool:
+    return not h.is_inference()  # asks
+
+
+def by_a_function_of_a_value(h: Tensor) -> bool:
+    return not torch.is_inference(h)  # asks
+
+
 def by_history(h: Tensor) -> bool:
     return h.grad_fn is not None  # asks
 
@@ -33,7 +41,14 @@ def by_leaf(h: Tensor) -> bool:
     return not h.is_leaf  # asks
 
 
-WAYS = by_function, by_function_for_inference, by_history, by_leaf
+WAYS = (
+    by_function,
+    by_function_for_inference,
+    by_a_value,
+    by_a_function_of_a_value,
+    by_history,
+    by_leaf,
+)
 
 
 class Asks(nn.Module):
@@ -48,6 +63,19 @@ class Asks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.first(x)
         y: Tensor = self.second(h * self.factor if self.asks(h) else h)
+        return y
+
+
+class Masks(nn.Module):
+    """Masks only where gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.second(h * mask if torch.is_grad_enabled() else h)  # asks
         return y
 
 
@@ -67,6 +95,13 @@ class HasAGenerator(nn.Module):
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_an_example_that_hides_the_difference_does_not_help(tracer: str) -> None:
+    pipe = fxpipe.compile(Masks(), TWO, chunks=2, tracer=tracer)
+    with pytest.raises(TraceError, match=r"depends on whether gradients are recorded.*# asks"):
+        pipe(X, torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("tracer", ["auto", "export"])

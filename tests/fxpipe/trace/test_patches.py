@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import fxpipe
 from fxpipe.trace import patches
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.premises import attributes_read
@@ -226,6 +227,15 @@ def test_no_warning_of_this_thread_is_given_within_unwarned_and_all_others_are()
         assert len(caught) == 3
 
 
+def test_the_warnings_of_some_modules_only_may_be_dropped():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with patches.unwarned(r"torch\."):
+            warnings.warn_explicit("dropped", UserWarning, "_tensor.py", 1, "torch._tensor")
+            warnings.warn_explicit("given", UserWarning, "vision.py", 1, "torchvision.ops")
+        assert [str(each.message) for each in caught] == ["given"]
+
+
 def test_a_filter_that_makes_errors_of_warnings_makes_none_within_unwarned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -243,3 +253,60 @@ def test_unwarned_ends_where_the_filters_have_been_copied_meanwhile():
         block.close()
         warnings.warn("of the user", stacklevel=1)
         assert [str(each.message) for each in caught] == ["of the user"]
+
+
+class Plain(nn.Module):
+    """Computes with a tensor of PyTorch's own class, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x.as_subclass(Tensor)).relu())
+        return y
+
+
+class Picture(Tensor):
+    pass
+
+
+def test_an_export_keeps_track_of_a_tensor_that_is_made_a_plain_one() -> None:
+    model, x = Plain(), torch.randn(4, 4, requires_grad=True)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        (one,) = torch.autograd.grad(pipe(x).square().sum(), x)
+        (other,) = torch.autograd.grad(model(x).square().sum(), x)
+        torch.testing.assert_close(one, other)
+
+
+def test_of_an_input_of_another_class_none_is_made_in_a_graph() -> None:
+    pipe = fxpipe.compile(Plain(), ["cpu"] * 2, chunks=2)
+    with pytest.raises(fxpipe.TraceError, match=r"a Picture in place of a Tensor"):
+        pipe(torch.randn(4, 4).as_subclass(Picture))
+
+
+class LooksForAGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y: Tensor = self.b(h * 2 if h.grad is None else h)
+        return y
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_no_warning_of_a_trace_names_a_line_of_pytorchs(tracer: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fxpipe.compile(
+            LooksForAGradient(),
+            ["cpu"] * 2,
+            chunks=2,
+            tracer=tracer,
+            example_inputs=(torch.randn(4, 4),),
+        )
+    files = {each.filename for each in caught if ".grad attribute" in str(each.message)}
+    assert files <= {__file__}

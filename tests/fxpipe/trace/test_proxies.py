@@ -1,11 +1,10 @@
-"""What a forward looks up by a size: symbolic tracing does not see it, and export makes the size a
-constant."""
+"""What a model does with a value that a symbolic trace does not see: it looks something up by it,
+asks for its class, or writes to it. Such a trace is refused, and the model is exported."""
 
 from __future__ import annotations
 
 import copy
 import enum
-import logging
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from tests.fxpipe.trace.small import TEXTS, Scaled
 
 LENGTHS = 8, 6, 3, 9, 6
 FAR = 10, 14, 3, 9, 14  # a graph for all lengths is compared with the model at 7, which is no key
@@ -42,24 +42,10 @@ LOOKUPS = {
     "set": lambda t: 2.0 if t in {3, 9} else 1.0,
     "Counter": lambda t: 1.0 + Counter([3, 9, 9])[t],
     "tuple": lambda t: {(3, 1): 2.0, (9, 1): 3.0}.get((t, 1), 1.0),
-    "str": lambda t: {"3": 2.0, "9": 3.0}.get(str(t), 1.0),
-    "repr": lambda t: {"3": 2.0, "9": 3.0}.get(repr(t), 1.0),
-    "f-string": lambda t: {"3": 2.0, "9": 3.0}.get(f"{t}", 1.0),
-    "%s": lambda t: {"3": 2.0, "9": 3.0}.get("%s" % t, 1.0),  # noqa: UP031
+    **TEXTS,
     "Enum": by_enum,
     "KeyError": by_error,
 }
-
-
-class Scaled(nn.Module):
-    """Scales by a number that is looked up by the length."""
-
-    def __init__(self, look_up):
-        super().__init__()
-        self.a, self.b, self.look_up = nn.Linear(4, 4), nn.Linear(4, 4), look_up
-
-    def forward(self, x):
-        return self.b(self.a(x) * self.look_up(x.shape[1]))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, FAR])
@@ -86,34 +72,6 @@ def test_a_size_that_is_only_computed_with_is_no_key():
         for length in LENGTHS:
             pipe(torch.randn(4, length, 4))
         assert len(pipe.compilations) == 1
-
-
-def by_format(t):
-    logging.getLogger(__name__).debug(f"{t:>5}")
-
-
-def by_logger(t):
-    logging.getLogger(__name__).warning("length %s", t)
-
-
-def by_print(t):
-    print("length", t)
-
-
-def by_assertion(t):
-    torch._assert(t > 1, f"length {t}")
-
-
-@pytest.mark.parametrize("tracer", ["symbolic", "export"])
-@pytest.mark.parametrize("tell", [by_format, by_logger, by_print, by_assertion])
-@pytest.mark.filterwarnings("ignore:.*prints within its forward")
-def test_a_size_that_is_only_told_may_vary(tell, tracer):
-    model = Scaled(lambda t: tell(t) or 2.0)
-    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
-        for length in LENGTHS:
-            pipe(torch.randn(4, length, 4))
-        # Export traces the first length by itself, and then all of them.
-        assert len(pipe.compilations) == (1 if tracer == "symbolic" else 2)
 
 
 def multiplied(h, mask):
