@@ -401,10 +401,6 @@ class _LossOfTarget:
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
             if wrong:
                 self.note = wrong.replace(LOSS, "loss_fn", 1)
-                # Where samples differ, it has passed for a mean over the rows by its shape alone.
-                is_told_apart = asked.loss_weight != SUM or not verdict.problems
-                if asked.check and not is_told_apart and (by := self._remedy(verdict)):
-                    self.note = messages.no_sum(by)
                 refuse(asked, self.note)
         elif verdict.trial is None or LOSS in verdict.unclear:
             if verdict.trial is None and not self._is_taken_in_a_step():

@@ -397,15 +397,6 @@ def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
     )
 
 
-def no_sum(remedy: str) -> str:
-    """The message for a ``loss_fn`` that the user says to be a sum, and that is a mean to which
-    rows contribute unequally. ``remedy``: the ``loss_weight`` for it, as code."""
-    return (
-        "loss_fn is a mean to which rows contribute unequally, and loss_weight='sum' says that it "
-        f"is a sum: give loss_weight={remedy}, or let the loss be a sum"
-    )
-
-
 def another_each_time() -> str:
     """The warning for a ``loss_fn`` that cannot be compared with itself."""
     return (

@@ -61,7 +61,8 @@ def weighed(
         return verdict, ""
     found, said = verdict.outputs.get(path, WEIGHTED), dim_of(loss_weight)
     others = [problem for problem in verdict.problems if problem.path != path]
-    is_clear = path not in verdict.unclear
+    is_wrong = len(others) < len(verdict.problems)
+    is_clear = path not in verdict.unclear and not is_wrong
     outputs = {**verdict.outputs, path: said}
     if said != WEIGHTED:
         if is_clear and {found, said} == {None, SUM}:
@@ -72,7 +73,6 @@ def weighed(
                 f"is a {second}: give loss_weight={SUM if is_sum else ROWS!r}, or let the loss be "
                 f"a {second}"
             )
-        is_wrong = len(others) < len(verdict.problems)
         texts = (_apart_as_said(trial, path, loss_weight) for trial in verdict.trials)
         wrong = next((each for each in texts if is_wrong and each is not None), None)
         problems = verdict.problems if wrong is None else [wrong, *others]

@@ -269,20 +269,26 @@ def test_weights_that_are_not_the_models_are_warned_of():
 )
 def test_a_contradiction_is_refused(reduction, weight, says):
     ids, labels = labelled()
+    labels = labels if reduction == "sum" else ids  # where all count, it is a mean over the rows
     with (
         fxpipe.compile(Tokens(reduction), TWO, chunks=4, loss_weight=weight) as pipe,
         pytest.raises(fxpipe.BatchError, match=says),
     ):
-        pipe(ids, labels if reduction == "sum" else ids)  # a mean over rows: all labels count
-    if reduction == "mean":  # of a loss function the weights that it needs are known
-        says = (
-            "is a mean to which rows contribute unequally, and loss_weight='sum' says that it is "
-            r"a sum: give loss_weight=fxpipe.loss_weight.tokens\(\), or let the loss be a sum"
-        )
+        pipe(ids, labels)
     summed = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction=reduction)  # noqa: E731
     with (
         fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=summed, loss_weight=weight) as pipe,
         pytest.raises(fxpipe.BatchError, match=f"loss_fn {says}"),
+    ):
+        pipe.step(ids, target=labels)
+
+
+def test_a_mean_over_labels_that_is_said_to_be_a_sum_is_told_what_it_is():
+    ids, labels = labelled()
+    means = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=means, loss_weight="sum") as pipe,
+        pytest.warns(fxpipe.BatchWarning, match=r"not the sum.*loss_weight.tokens\(\)"),
     ):
         pipe.step(ids, target=labels)
 
