@@ -5,7 +5,7 @@
     cut without limits ─▶ needs ─▶ cut under limits ─▶ needs ─▶ ...   until a cut comes again
             │                             │
          settled                       settled          each cut with the ways that suit it
-            └──────────────┬──────────────┘
+            └──────────────┬──────────────┘      none fits: nodes leave full devices (shift)
                         fastest ─▶ cut for its own ways ─▶ settled ─▶ ...   as long as it is faster
 
 The search for a cut (:mod:`passes.partition.cut`) knows what stages keep, and compares all cuts and
@@ -14,6 +14,10 @@ the step, and on how large its segments are. The simulation knows this for the c
 what it says of each way, the next search takes into account. And the search looks at the slowest
 stage, where the simulation looks at the whole step: so the ways of the fastest step that is found
 are held fixed, and the model is cut anew for these.
+
+A cut of the search may need more than was foreseen, and so may the next one elsewhere, round after
+round. Where none fits, those that are found are changed step by step, each as the simulation says:
+nodes leave the device that lacks most for one that has room.
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ from passes.common.modes import AUTO, of_stages, plain, recomputing_less
 from passes.common.segments import counts, is_open
 from passes.partition.automatic import SLACK, DoesNotFit
 from passes.partition.problem import Beside
+from passes.partition.shift import Shift
 
 ROUNDS = 6
-"""How often a model is cut again, at most, for what the simulation says of the cut before."""
+"""How often a model is cut again, or a cut is shifted, at most, for what the simulation says of the
+cut before."""
 TRIES = 16
 """How often, at most, it is cut for the ways of the fastest step and for those beside them."""
 
@@ -127,6 +133,39 @@ class JointSearch:
     def _under(self, cut: CutModel, part: int, beside: Beside) -> CutWithWays:
         limited = replace(cut, devices=self.lanes.devices(part), beside=beside)
         return self._settled(limited, self.lanes.step(limited, self.lanes.chosen(limited)))
+
+    def fitting(self, found: CutWithWays) -> CutWithWays:
+        """A cut that fits, or is short of fewer bytes than this one: as long as a device lacks
+        memory, nodes leave it for another one, as many as take what it lacks."""
+        for _ in range(ROUNDS):
+            others = self._shifted(found) if found.short else ()
+            nearer = next((other for other in others if other.short < found.short), None)
+            if nearer is None:
+                break
+            found = nearer
+        return found
+
+    def _shifted(self, found: CutWithWays) -> Iterator[CutWithWays]:
+        """The cuts in which nodes leave the device that lacks most, those first in which they go to
+        the device that has most room."""
+        placement, before = self.lanes.placement, found.cut.stages_by_name
+        room = Keeping(self.lanes, found.cut).room(found.step)
+        fullest = room.index(min(room))
+        targets = [stage for stage, lane in enumerate(placement) if room[lane] > 0]
+        for target in sorted(targets, key=lambda stage: -room[placement[stage]]):
+            for source in (stage for stage, lane in enumerate(placement) if lane == fullest):
+                shift = Shift(before, source, target, -room[fullest])
+                cut = self.cut(self.lanes, 1, found.cut.beside, shift=shift)
+                yield self._with_ways_of(found, cut)
+
+    def _with_ways_of(self, found: CutWithWays, cut: CutModel) -> CutWithWays:
+        """Another cut, with the ways that suit it, looked for from those of one that is found."""
+        stages = len(cut.devices)
+        modes = of_stages(found.step.modes, stages)
+        numbers = counts(found.step.segments, modes, stages)
+        ways = enumerate(zip(modes, numbers, strict=True))
+        own = [self.lanes.nearest(cut, stage, way) for stage, way in ways]
+        return self._settled(cut, self.lanes.step(cut, own, found.step.order))
 
     def faster(self, found: CutWithWays, part: int) -> CutWithWays:
         """A step that is as fast as this one, or faster: the model is cut for its ways, and for

@@ -138,8 +138,13 @@ class Keeping:
 
     def _missing(self, step: PlannedStep) -> list[float]:
         """The bytes that are missing for a step on each lane's device."""
+        return [max(0.0, -left) for left in self.room(step)]
+
+    def room(self, step: PlannedStep) -> list[float]:
+        """The bytes that a step leaves free on each lane's device; less than none: those that are
+        missing."""
         limits = (math.inf if spec.memory is None else spec.memory for spec in self.lanes.specs)
         return [
-            max(0.0, held - limit * (1 + ROUNDING))
+            limit * (1 + ROUNDING) - held
             for held, limit in zip(step.timeline.peak_memory, limits, strict=True)
         ]

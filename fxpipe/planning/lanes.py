@@ -58,6 +58,7 @@ from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import Beside, CutProblem, machine, problem
+from passes.partition.shift import Shift
 from passes.to_stages.segments import segmented
 
 
@@ -137,6 +138,12 @@ class CutModel:
         parts = self.in_segments(stage, NUMBERS[-1]).graph.find_nodes(op="call_module")
         return max(number for number in NUMBERS if number <= max(1, len(parts)))
 
+    @property
+    def stages_by_name(self) -> dict[str, int]:
+        """The stage of each node, by its name."""
+        pairs = zip(self.problem.work, self.stage, strict=True)
+        return {node.name: stage for node, stage in pairs}
+
     def nodes_of(self, stage: int) -> tuple[str, ...]:
         """The names of a stage's nodes."""
         pairs = zip(self.problem.work, self.stage, strict=True)
@@ -212,6 +219,7 @@ class PlannedLanes:
         *,
         limit: float = math.inf,
         is_tightest: bool = False,
+        shift: Shift | None = None,
     ) -> CutModel:
         """Cut a model graph that has costs.
 
@@ -221,13 +229,14 @@ class PlannedLanes:
             beside: the bytes that stages need beside what they keep, as :meth:`beside` says.
             limit: the seconds that the slowest stage may take for a mini-batch.
             is_tightest: whether the cut is the one whose fullest device is least full.
+            shift: the cut is what this makes of another one.
 
         Raises :class:`DoesNotFit` if no cut is found that fits.
         """
         devices = self.devices(part)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
-        way = self.cut(partition, part, beside, limit=limit, is_tightest=is_tightest)
+        way = self.cut(partition, part, beside, limit=limit, is_tightest=is_tightest, shift=shift)
         cut = ToStages(
             (), (), devices=lanes, partition=way, chunks=self.chunks, training=self.training
         )
@@ -515,6 +524,7 @@ class PlannedLanes:
         *,
         limit: float = math.inf,
         is_tightest: bool = False,
+        shift: Shift | None = None,
     ) -> Partition:
         """The pass that cuts the model, with arguments as :meth:`cut_up` takes them."""
         return Partition(
@@ -531,6 +541,7 @@ class PlannedLanes:
             beside=beside,
             limit=limit,
             is_tightest=is_tightest,
+            shift=shift,
             loss=self._seconds_of_loss,
         )
 

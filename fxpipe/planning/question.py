@@ -333,7 +333,12 @@ class PlanQuestion:
                 same = [found for found in every if found.cut.stage == best.cut.stage]
                 best = best.within(max(found.cut.bound for found in same))
                 return search.faster(best, part)
-        return min(every, key=lambda found: found.short)
+        nearest = search.fitting(min(every, key=lambda found: found.short))
+        if nearest.short:
+            return nearest
+        others = (found for found in every if found.seconds < nearest.seconds)
+        fitting = [found for found in map(search.fitting, others) if not found.short]
+        return search.faster(min([nearest, *fitting], key=lambda found: found.seconds), 1)
 
     def can_fit(self) -> bool:
         """Whether there is a plan that fits. Those are tried that :meth:`answer` tries first, and

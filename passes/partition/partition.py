@@ -29,6 +29,7 @@ from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
 from passes.partition.cut.solve import Cut, Effort, can_fit
 from passes.partition.problem import Beside, CutProblem, PartitionError, machine
+from passes.partition.shift import Shift
 from passes.partition.ways import Change, ways_out
 
 __all__ = ["Partition", "PartitionError", "Spec"]
@@ -80,6 +81,7 @@ class Partition:
         limit: seconds that the slowest stage of an automatic cut may take for a mini-batch.
         is_tightest: whether an automatic cut is the one whose fullest device is least full, however
             slow it is, and whether it fits or not.
+        shift: an automatic cut is what this makes of another one, whether it fits or not.
         loss: gives, for the graph, the seconds that the loss of a mini-batch and its backward take
             in the last stage. None: no time.
 
@@ -101,6 +103,7 @@ class Partition:
     beside: Beside = ()
     limit: float = math.inf
     is_tightest: bool = False
+    shift: Shift | None = None
     loss: Callable[[fx.Graph], float] | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -141,6 +144,9 @@ class Partition:
         if self.is_tightest:
             found, target, pins = posed(gm.graph, self._machine(gm.graph), spec, self.devices)
             return found.labels(least_full(found, target, pins))
+        if self.shift:
+            found, target, pins = posed(gm.graph, self._machine(gm.graph), spec, self.devices)
+            return found.labels(self.shift.apply(found, target, pins))
         try:
             found, cut = self.solved(gm.graph, spec)
         except DoesNotFit as error:

@@ -364,17 +364,21 @@ def tightest(
 def _by_memory(dag: Dag, machine: Machine) -> Dag:
     """The DAG with the fraction of a stage's memory that each node takes in place of its seconds.
 
-    These fractions are lower bounds: memory that several nodes keep counts for the first of them
-    only, values that are brought to a stage do not count, and each stage goes the way that holds
-    least.
+    These fractions are lower bounds, as :func:`needed_at_least` says.
     """
     assert machine.memory is not None
+    room = np.maximum(1.0, machine.memory - machine.beside.min(axis=0))
+    return Dag(needed_at_least(dag, machine) / room[:, None], order=tuple(dag.edges))
+
+
+def needed_at_least(dag: Dag, machine: Machine) -> NDArray[np.float64]:
+    """``[stage, node]``: bytes that each node takes at each stage, of which a stage needs the sum
+    at least: memory that several nodes keep counts for the first of them only, values that are
+    brought to a stage do not count, and each stage goes the way that holds least."""
     saved = dag.saved.copy()
     for kept in dag.kept:
         saved[min(kept.nodes)] += kept.size
-    need = dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
-    room = np.maximum(1.0, machine.memory - machine.beside.min(axis=0))
-    return Dag(need / room[:, None], order=tuple(dag.edges))
+    return dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
 
 
 def _may_fit(dag: Dag, machine: Machine) -> bool:
