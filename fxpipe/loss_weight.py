@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.ir.structure import leaves
+
 IGNORED = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out by default."""
 
@@ -26,18 +28,20 @@ def _values(
     name: str, target: Sequence[Any], inputs: Mapping[str, Any], what: str, maker: str, count: str
 ) -> Any:
     """The tensor of a micro-batch that is counted: the target itself, or the one of this name in it
-    or among the model's arguments.
+    or among the model's arguments, or the one at this path in them ("batch.labels").
 
     Args:
         what, maker, count: what its values are, the function that counts them, and how a user
             counts those of ``target[0]``, for messages.
     """
     given = target[0] if target else inputs
-    if isinstance(given, Mapping) and name not in given:
+    found = at_path(given, name)
+    if isinstance(found, Mapping) or (isinstance(given, Mapping) and found is None):
+        there = leaves(given) if found is None else leaves(found, name)
         raise ValueError(
             f"loss_weight counts the {what} in {name!r}, and there are "
-            f"{', '.join(map(repr, given))}: give the name of the {what}, "
-            f"fxpipe.loss_weight.{maker}(name)"
+            f"{', '.join(repr(path.removeprefix('.')) for path, _ in there)}: give the name of the "
+            f"{what}, fxpipe.loss_weight.{maker}(name)"
         )
     if isinstance(given, tuple | list):
         raise ValueError(
@@ -45,7 +49,17 @@ def _values(
             f"{len(given)}: say which of them are {what}, by a function of the target such as "
             f"loss_weight=lambda target: {count}"
         )
-    return given[name] if isinstance(given, Mapping) else given
+    return found if isinstance(given, Mapping) else given
+
+
+def at_path(value: Any, path: str) -> Any:
+    """What a dict holds under a key, or at a path through dicts, whose keys are joined by dots;
+    None if that is not there."""
+    for key in [path] if isinstance(value, Mapping) and path in value else path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,8 @@ def tokens(name: str = "labels", *, ignore_index: int = IGNORED, shifted: bool =
     """The number of labels in a micro-batch that count: those that are not ``ignore_index``.
 
     Args:
-        name: the argument of the model, or the key of the target, that holds the labels. A target
-            that is a tensor is the labels itself.
+        name: the argument of the model, or the key of the target, that holds the labels; within an
+            argument that is a dict, "batch.labels". A target that is a tensor is the labels itself.
         ignore_index: the label that the loss leaves out.
         shifted: whether the loss leaves out the first label of each row, as models do that predict
             each token from those before it.
@@ -95,7 +109,7 @@ def observed(name: str = "target") -> Observed:
     """The number of values in a micro-batch that have been observed: those that are not NaN.
 
     Args:
-        name: the argument of the model, or the key of the target, that holds the values. A target
-            that is a tensor is the values itself.
+        name: the argument of the model, or the key of the target, that holds the values; within an
+            argument that is a dict, "batch.values". A target that is a tensor is the values itself.
     """
     return Observed(name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.structure import Structure, leaves
-from fxpipe.loss_weight import IGNORED
+from fxpipe.loss_weight import IGNORED, at_path
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
@@ -479,7 +479,12 @@ class Asking:
         is_the_loss = self.runs.returns_loss and self.runs.loss == problem.path
         if verdict.trial is None or not is_the_loss:
             return ""
-        labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
+        given = dict(self.given().arguments)
+        labels = [
+            (each.name, i)
+            for i, each in enumerate(self.inputs)
+            if at_path(given, each.name) is not None
+        ]
         with LabelsLeftOut() as left_out:
             with widened():
                 own = of_own_values(self.runs.output_of, self.tensors, dims)

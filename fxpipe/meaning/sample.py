@@ -209,17 +209,17 @@ def _apart(order: Tensor, numbers: Tensor, first: int, seed: int) -> Tensor:
     replaced, so that what a model computes of the rows' numbers (``numbers``, at least two
     different ones) is something else for each part than for the whole::
 
-        OF_TWINS    most | fewer most fewer     most most | fewer most fewer
+        OF_TWINS    most | least most fewer     most most | least most fewer
         others      p | p fewer most            most p | p fewer fewer
 
     In the samples OF_TWINS the first part has the largest number (``most``) only; the second part
-    begins with another one and has the largest, too: a model may take the number of the first row
-    for all rows, or that of the row before, or divide by the sum. In the others one row alone has
-    the largest number, since a model may cut or scale all rows by it, and one of the parts lacks
-    it; and the second part begins with the number of the row before, since a model may tell where
-    numbers change. One sample cannot have all of this, so both kinds are taken (see
-    :attr:`fxpipe.meaning.trial.Question.needed`). :func:`_with_a_pair` makes the equal numbers in
-    both parts.
+    begins with the smallest one and has the largest, too: a model may take the number of the first
+    row for all rows, or that of the row before, or divide by the sum, or ask for any zero. In the
+    others one row alone has the largest number, since a model may cut or scale all rows by it, and
+    one of the parts lacks it; and the second part begins with the number of the row before, since a
+    model may tell where numbers change. One sample cannot have all of this, so both kinds are taken
+    (see :attr:`fxpipe.meaning.trial.Question.needed`). :func:`_with_a_pair` makes the equal numbers
+    in both parts.
     """
     if len(order) < 2:
         return order
@@ -228,6 +228,8 @@ def _apart(order: Tensor, numbers: Tensor, first: int, seed: int) -> Tensor:
     found = torch.where(is_largest[order], lesser[order % len(lesser)], order)
     places = slice(first) if seed in OF_TWINS else slice(1) if first > 1 else slice(-1, None)
     found[places] = largest[order[places] % len(largest)]
+    if seed in OF_TWINS and first < len(order):
+        found[first] = (numbers == numbers.min()).nonzero()[0]
     return found
 
 

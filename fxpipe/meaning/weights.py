@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
-from fxpipe.loss_weight import IGNORED, observed, tokens
+from fxpipe.loss_weight import IGNORED, at_path, observed, tokens
 from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference, difference, put_together
 from fxpipe.meaning.left_out import MOST, LabelCondition
@@ -254,15 +254,23 @@ class _Remedies:
         if self.has_dims and bool(((self.tensor >= 0) & self.tensor.isfinite()).all()):
             yield self._of("{}.sum()", _add, is_guess=True)
 
-    def _labels(self) -> Iterator[_Remedy]:
-        """Counts of labels that are not left out. Losses that leave out another one than IGNORED
-        mostly leave out the smallest or the largest one, or compare labels with it."""
+    def _left_out(self) -> Iterator[tuple[int, bool]]:
+        """Labels that a loss may leave out, and whether that is a guess. Losses that leave out
+        another one than IGNORED mostly leave out the smallest or the largest one, or compare labels
+        with it."""
+        if self.has_ignored:
+            yield IGNORED, False
+            return
         equal = [c.number for c in self.conditions[:MOST] if c.comparison == "eq"]
         told = [int(number) for number in equal if math.isfinite(number)]
-        others = [*told, int(self.tensor.amin()), int(self.tensor.amax())]
+        ends = int(self.tensor.amin()), int(self.tensor.amax())
+        for label in dict.fromkeys((*told, *ends)):
+            yield label, label not in told
+
+    def _labels(self) -> Iterator[_Remedy]:
+        """Counts of labels that are not left out."""
         quoted = [_quoted(self.name)] * bool(self.name)
-        for label in [IGNORED] if self.has_ignored else dict.fromkeys(others):
-            is_guess = not self.has_ignored and label not in told
+        for label, is_guess in self._left_out():
             if isinstance(self.name, int):
                 count = functools.partial(_count, torch.ne, label)
                 yield self._of(f"({{}} != {label}).sum()", count, is_guess)
@@ -274,14 +282,20 @@ class _Remedies:
                 yield _Remedy(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
 
     def _weighted_classes(self) -> Iterator[_Remedy]:
-        """The sum of the weights of the labels' classes, by which a cross entropy divides."""
-        known = self.tensor[self.tensor != IGNORED]
-        if self.weight is None or not known.numel():
+        """The sum of the weights of the labels' classes, by which a cross entropy divides: of all
+        labels, or of those that are not left out."""
+        if self.weight is None:
             return
         said, weight = self.weight
-        if int(known.amin()) >= 0 and int(known.amax()) < len(weight):
-            labels = f"{{0}}[{{0}} != {IGNORED}]" if self.has_ignored else "{0}"
-            yield self._of(f"{said}[{labels}].sum()", functools.partial(_weigh_classes, weight))
+        every = "{}", self.tensor, IGNORED, False
+        of_others = (
+            (f"{{0}}[{{0}} != {label}]", self.tensor[self.tensor != label], label, is_guess)
+            for label, is_guess in self._left_out()
+        )
+        for labels, known, label, is_guess in (every, *of_others):
+            if known.numel() and int(known.amin()) >= 0 and int(known.amax()) < len(weight):
+                weigh = functools.partial(_weigh_classes, weight, label)
+                yield self._of(f"{said}[{labels}].sum()", weigh, is_guess)
 
     def _observed(self) -> _Remedy:
         if isinstance(self.name, int):
@@ -304,7 +318,9 @@ class _Remedies:
     def _of(self, text: str, count: Callable[[Tensor], Tensor], is_guess: bool = False) -> _Remedy:
         """A function of the tensor, with its code; "{}" stands for the tensor."""
         if self.is_argument:
-            code = f"lambda {self.name}, **_: {text.format(self.name)}"
+            argument, *keys = str(self.name).split(".")
+            part = argument + "".join(f"[{_quoted(key)}]" for key in keys)
+            code = f"lambda {argument}, **_: {text.format(part)}"
         else:
             part = f"target[{_quoted(self.name)}]" if self.name != "" else "target"
             code = f"lambda target: {text.format(part)}"
@@ -323,8 +339,8 @@ def _add(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
 
 
-def _weigh_classes(weight: Tensor, labels: Tensor) -> Tensor:
-    return weight.to(labels.device)[labels[labels != IGNORED]].sum(dtype=torch.float64)
+def _weigh_classes(weight: Tensor, left_out: int, labels: Tensor) -> Tensor:
+    return weight.to(labels.device)[labels[labels != left_out]].sum(dtype=torch.float64)
 
 
 def _count(compare: Callable[..., Tensor], number: float, values: Tensor) -> Tensor:
@@ -343,5 +359,6 @@ class _Function:
     count: Callable[[Tensor], Tensor]
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        given: Any = target[0] if target else inputs
-        return self.count(given if self.name == "" else given[self.name])
+        if not target:
+            return self.count(at_path(inputs, str(self.name)))
+        return self.count(target[0] if self.name == "" else target[0][self.name])

@@ -42,8 +42,8 @@ class Shift:
         go that are nearest to the next one, but for pinned nodes and what lies behind them, and
         for the last node of a stage."""
         stage = [0] * found.dag.size
-        for node, home in zip(found.work, found.home, strict=True):
-            stage[home] = self.before[node.name]
+        for each, home in zip(found.work, found.home, strict=True):
+            stage[home] = self.before[each.name]
         step = 1 if self.source < self.target else -1
         for here in range(self.source, self.target, step):
             own = [node for node, at in enumerate(stage) if at == here][::-step]

@@ -378,7 +378,10 @@ def needed_at_least(dag: Dag, machine: Machine) -> NDArray[np.float64]:
     saved = dag.saved.copy()
     for kept in dag.kept:
         saved[min(kept.nodes)] += kept.size
-    return dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
+    needed: NDArray[np.float64] = (
+        dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
+    )
+    return needed
 
 
 def _may_fit(dag: Dag, machine: Machine) -> bool:

@@ -216,6 +216,49 @@ def test_so_it_does_for_a_model_that_returns_its_loss(loss_fn, y, code):
         torch.testing.assert_close(pipe.step(x, y), model(x, y).detach())
 
 
+class Batched(nn.Module):
+    """Takes one dict, and returns its loss."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.compares = Compares(loss_fn)
+
+    def forward(self, batch):
+        return self.compares(batch["x"], batch["labels"]["y"])
+
+
+@pytest.mark.parametrize(
+    "loss_fn, y, code",
+    [
+        (with_isnan, MISSING, 'fxpipe.loss_weight.observed("batch.labels.y")'),
+        (with_sentinel, FILLED, 'lambda batch, **_: (batch["labels"]["y"] > -999).sum()'),
+    ],
+)
+def test_so_it_does_for_labels_within_a_dict_of_arguments(loss_fn, y, code):
+    model, batch = Batched(loss_fn), {"x": torch.randn(32, 8), "labels": {"y": y}}
+    with fxpipe.compile(model, TWO, chunks=4) as pipe:
+        text = told(lambda: pipe.step(batch))
+        assert f"with loss_weight={code} it is the model's" in text
+    with fxpipe.compile(model, TWO, chunks=4, loss_weight=eval(code)) as pipe:
+        torch.testing.assert_close(pipe.step(batch), model(batch).detach())
+
+
+@pytest.mark.parametrize("left_out", [-100, -1, 2, 255])
+def test_so_it_does_for_weights_of_classes_and_a_label_that_is_left_out(left_out: int):
+    torch.manual_seed(1)
+    labels = torch.randint(4, (32,)).masked_fill(torch.arange(32) % 5 < 2, left_out)
+    loss_fn = nn.CrossEntropyLoss(torch.tensor([0.3, 1, 1.5, 2]), ignore_index=left_out)
+    code = f"lambda target: loss_fn.weight[target[target != {left_out}]].sum()"
+    model, x = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), torch.randn(32, 8)
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=loss_fn) as pipe:
+        text = told(lambda: pipe.step(x, target=labels))
+        assert f"with loss_weight={code} it is the whole batch's" in text
+    weight = eval(code, {"loss_fn": loss_fn})
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=loss_fn, loss_weight=weight) as pipe:
+        loss = pipe.step(x, target=labels)
+    torch.testing.assert_close(loss, loss_fn(model(x), labels).detach())
+
+
 @pytest.mark.parametrize("at_least", [0, 1])
 def test_a_weight_of_nothing_for_rows_whose_loss_is_something_is_told(at_least):
     """A detector's loss has a term for pictures with nothing on them. As a weight neither the
