@@ -429,7 +429,8 @@ class Explaining:
             elif self.options.costs == "measured":
                 found.append(
                     "The times of nodes were measured, each by itself: so it is not they that are "
-                    "off, but what is around them, or lanes that slow each other. Lanes are "
+                    "off, but what is around them, such as other programs that take the cores, or "
+                    "lanes that slow each other. Lanes are "
                     "threads, and Python runs one at a time (its global interpreter lock, GIL): "
                     "nodes that take only some microseconds each wait for that. Larger "
                     "micro-batches make nodes longer, and ranks (docs: Ranks) give each stage an "
@@ -550,7 +551,7 @@ class Explaining:
             )
         for each in found:
             sentences += [f"{each}:", f"    pipe = {each.call}"]
-            if each.caution:
+            if each.caution and f"{each.caution}." not in sentences:
                 sentences.append(f"{each.caution}.")
         if left_out:
             measures = f"{left_out[0]} This tries them, and measures the best three:"

@@ -87,7 +87,8 @@ class Suggesting:
 
     @cached_property
     def found(self) -> list[Suggestion]:
-        """What helps, the most helpful first: all changes together, and each by itself."""
+        """What helps, all changes together, and each by itself: the most helpful first, but what
+        changes what the model computes behind what does not."""
         together = self._together()
         single = [self._suggestion(settings) for settings in together.values()]
         helpful = [each for each in single if each is not None and each.saved >= WORTH]
@@ -95,7 +96,7 @@ class Suggesting:
         everything = self._suggestion(_flat(together)) if len(together) > 1 else None
         if everything is not None and everything.saved >= max(WORTH, best + SLIGHT):
             helpful.append(everything)
-        return sorted(helpful, key=lambda each: each.seconds)
+        return sorted(helpful, key=lambda each: (bool(each.caution), each.seconds))
 
     def _together(self) -> dict[str, dict[str, Any]]:
         """The changes that help one on top of the other, by their kinds."""

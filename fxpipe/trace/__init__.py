@@ -454,7 +454,8 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             raise Unsupported(
                 f"{type(model).__name__} has a part that is called {name!r}, a name that every "
                 "fx.GraphModule needs for itself; give it another name, or compile the model as a "
-                "part of another module, nn.Sequential(model) for one"
+                "part of another module, nn.Sequential(model) for one, whose state dict has the "
+                'same keys with "0." ahead of each'
             )
     for name, tensor in zip(example.names, example.tensors, strict=True):
         if tensor.layout in _COMPRESSED:

@@ -432,6 +432,10 @@ def test_more_micro_batches_are_not_advised_without_a_word_on_batch_norm(tracer,
     def cautions(model):
         options = {"tracer": tracer, "deferred_batch_norm": deferred}
         found = explained(model, (torch.randn(4, 8, 16, 16),), chunks=1, **options)
+        order = [bool(each.caution) for each in found.suggestions]
+        assert order == sorted(order), "what changes what is computed comes last"
+        text = said(found, "What would help")
+        assert all(text.count(each.caution) == 1 for each in found.suggestions if each.caution)
         return {
             each.options["chunks"]: each.caution
             for each in found.suggestions

@@ -160,6 +160,10 @@ def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
     assert found.best == min(measured, key=lambda trial: trial.measured)
     assert all(parameter.grad is None for parameter in model.parameters()), "copies have trained"
     assert found.plain and "without a pipeline, on the first device, a step was" in str(found)
+    is_slower = found.plain < min(trial.measured for trial in measured)
+    assert (
+        "faster than each setting that was measured" in " ".join(str(found).split())
+    ) == is_slower
 
     found.save(tmp_path / "tuning.json")
     again = Tuning.load(tmp_path / "tuning.json")
