@@ -140,7 +140,8 @@ class Cache:
             warn(
                 f"{text}. What the model computes depends on it, as on the number of rounds of a "
                 "loop: each of its values has a program of its own, so that few values should "
-                "take turns; leave it out of the call if the model does not need it"
+                "take turns; give a number as a tensor where the model takes one, and leave out of "
+                "the call what it does not need"
             )
         return True
 

@@ -31,6 +31,10 @@ from fxpipe.trace.containers import CHANGES, Contents, checked
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
 """Advice for the user, where a part of the model is one node since it depends on values."""
 
+_LOOK_AT_MASKS = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
+"""Layers of PyTorch that compare the values of a mask with those of a causal one, unless they are
+told by this argument whether it is one."""
+
 
 class Blamed(Exception):
     """A module cannot be traced; the message says why, and ``module`` is the one to keep whole."""
@@ -439,9 +443,21 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
+def _advice(module: nn.Module) -> str:
+    """Advice for the user on a module that depends on values."""
+    for part in module.modules():
+        for kind, argument in _LOOK_AT_MASKS.items():
+            if isinstance(part, kind):
+                return (
+                    f"a {kind.__name__} looks at the values of a mask unless {argument}=True, or "
+                    f"False, is given with it; else {WITHOUT_VALUES}"
+                )
+    return WITHOUT_VALUES
+
+
 def as_nodes(
     graph: fx.Graph, calls: Mapping[str, Opaque], attributes: Mapping[str, Any]
-) -> dict[str, nn.Module]:
+) -> dict[str, Whole]:
     """Replace the operator in an exported graph by the calls that it stands for; return the modules
     that the new nodes call, by key.
 
@@ -454,9 +470,7 @@ def as_nodes(
     """
     nodes = graph.find_nodes(op="call_function", target=OP)
     seen_here = {key: calls[key] for _, key in (node.args for node in nodes)}
-    used: dict[str, nn.Module] = {
-        key: Whole(call) for key, call in seen_here.items() if isinstance(call, Call)
-    }
+    used = {key: Whole(call) for key, call in seen_here.items() if isinstance(call, Call)}
     if graph.owning_module is not None:  # only modules of the owner may be called in its graph
         for key, module in used.items():
             graph.owning_module.add_submodule(key, module)
@@ -466,7 +480,8 @@ def as_nodes(
             call = calls[key].node(graph, key, inputs)
         call.meta = dict(node.meta)
         if key in used:
-            call.meta[WHOLE] = "what it does depends on values of tensors", WITHOUT_VALUES
+            advice = _advice(used[key].seen.module)
+            call.meta[WHOLE] = "what it does depends on values of tensors", advice
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):

@@ -204,6 +204,31 @@ def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
     assert wholes(traced.graph_module) == {"mixtures.0": Decides}
 
 
+class Causal(nn.Module):
+    """An encoder of PyTorch's, which looks whether a mask is causal, if nothing says so."""
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.first, self.encoder = nn.Linear(8, 8), nn.TransformerEncoder(layer, 2)
+        self.is_causal = is_causal
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.encoder(self.first(x), mask, is_causal=self.is_causal)
+        return out
+
+
+def test_what_spares_an_encoder_a_look_at_its_mask_is_said() -> None:
+    inputs = torch.randn(4, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
+    for is_causal in (None, True):
+        model = Causal(is_causal)
+        with fxpipe.compile(model, ["cpu"] * 2, chunks=2, in_dims=[0, None]) as pipe:
+            pipe(*inputs)
+            text = " ".join(str(pipe.explain()).split())
+        is_said = "looks at the values of a mask unless is_causal=True" in text
+        assert is_said == (is_causal is None)
+
+
 class Positive(nn.Module):
     """Works on the rows that are positive, as many as there are: no branch, so that fx takes it."""
 
