@@ -291,6 +291,7 @@ class _Remedies:
         of_others = (
             (f"{{0}}[{{0}} != {label}]", self.tensor[self.tensor != label], label, is_guess)
             for label, is_guess in self._left_out()
+            if bool((self.tensor == label).any())
         )
         for labels, known, label, is_guess in (every, *of_others):
             if known.numel() and int(known.amin()) >= 0 and int(known.amax()) < len(weight):
