@@ -54,7 +54,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:.*", r".*\.[A-Z]"),  # type variables
     (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|.*\._\w+"),
-    (r"py:.*", r"passes\.(partition\.(problem|cut)|verify\.visit|common\.shapes)\..*"),
+    (r"py:.*", r"passes\.(partition\.(problem|cut|shift)|verify\.visit|common\.shapes)\..*"),
 ]
 
 
