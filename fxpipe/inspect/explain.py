@@ -430,9 +430,9 @@ class Explaining:
                 found.append(
                     "The times of nodes were measured, each by itself: so it is not they that are "
                     "off, but what is around them, such as other programs that take the cores, or "
-                    "lanes that slow each other. Lanes are "
-                    "threads, and Python runs one at a time (its global interpreter lock, GIL): "
-                    "nodes that take only some microseconds each wait for that. Larger "
+                    "lanes that slow each other. Lanes are threads, and Python runs one at a time "
+                    "(its global interpreter lock, GIL): nodes that take only some microseconds "
+                    "each wait for that. Larger "
                     "micro-batches make nodes longer, and ranks (docs: Ranks) give each stage an "
                     "interpreter of its own."
                 )

@@ -21,8 +21,8 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
   the same tensor, in some rows more often by one and the same. Rows of one number each, such as
   lengths, classes or flags, get numbers that tell the parts apart (:func:`_apart`);
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
-  numbers are all equal, numbers are changed; and of rows of one integer each, one gets that of the
-  first row;
+  numbers are all equal, numbers are changed; and of rows of one number each, one row of the second
+  part gets that of the last row of the first part (:func:`_with_a_pair`);
 - "moved": rows are in another order;
 - "given": rows are as they are, and in their order.
 
@@ -44,7 +44,7 @@ OF_TWINS = 2, 3
 """The seeds of the samples in which a row of the second part is nearly one of the first part, since
 rows may see each other by their distance, and those of other samples are far from each other. The
 second one tells whether what differs in the first one was tipped by rounding errors. Of rows of one
-number each, two have the largest in these samples, one in each part."""
+number each, all in the first part have the largest in these samples (:func:`_apart`)."""
 
 NEAR = 0.02  # of the way from a row to its twin
 

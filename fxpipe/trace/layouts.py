@@ -43,7 +43,6 @@ TOLERANCE = 1e-4  # relative: PyTorch chooses other kernels for other layouts
 
 Layout = Callable[[Tensor], Tensor]
 
-
 Otherwise = Callable[[Tensor, Any], Any] | None
 """Another answer than the one to a question about a tensor; None if there is none that could be."""
 

@@ -79,13 +79,13 @@ def is_refused(model: nn.Module, *inputs) -> bool:
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("name", [*FIRST_ROW, *ALL_ROWS])
-def test_a_model_that_looks_at_numbers_of_other_rows_is_refused(name: str, numbers):
+def test_a_model_that_looks_at_numbers_of_other_rows_is_right_or_refused(name: str, numbers):
     torch.manual_seed(0)
     is_refused(Model((FIRST_ROW | ALL_ROWS)[name]), torch.randn(ROWS, 4), numbers)
 
 
 @pytest.mark.parametrize("name", [name for name in FIRST_ROW if name != "table(g[0])"])
-def test_so_it_is_for_the_flag_of_the_first_row(name: str):
+def test_so_is_one_that_looks_at_the_flag_of_the_first_row(name: str):
     flags = torch.arange(ROWS) % 3 > 0
     looks = {"g[0]": lambda h, g, table: h * g[0]}.get(name, FIRST_ROW[name])
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ class Prompted(nn.Module):
 @pytest.mark.parametrize(
     "task", [lambda ids: ids[0, 0], lambda ids: ids[:1, 0], lambda ids: ids.flatten()[0]]
 )
-def test_the_first_token_of_the_first_row_is_no_task_of_all(task, most: int):
+def test_so_is_one_that_takes_a_token_of_the_first_row_for_all(task, most: int):
     for seed in range(4):
         torch.manual_seed(seed)
         is_refused(Prompted(task), torch.randint(most, (ROWS, 3)))
