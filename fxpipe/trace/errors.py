@@ -83,8 +83,10 @@ def first_line(error: BaseException) -> str:
     if any(said in str(error) for said in _SAID_OF_VALUES):
         return NEEDS_VALUES
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
-    return text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+    said = lines[0] if lines else "(no message)"
+    if isinstance(error, Refused):  # written here, and may end with a path of any length
+        return said
+    return f"{type(error).__name__}: {textwrap.shorten(said, 240, placeholder=' ...')}"
 
 
 def sentence(error: BaseException) -> str:
