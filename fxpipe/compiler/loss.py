@@ -3,7 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree, saved_tensors_hooks
+from fxpipe.ir.given import shown
 from fxpipe.ir.structure import Structure
-from fxpipe.ir.tensors import tensors_of
-from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.loss import SavedByLoss, saved_by
 from fxpipe.runtime.microbatch import ListOfRows
@@ -23,8 +22,6 @@ from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
-
-MOST_PARTS = 4  # of an output or a target that are named in a note
 
 
 class Loss(nn.Module):
@@ -81,28 +78,11 @@ def _without_target(function: str) -> str:
 
 def _given(output: Any, target: Any) -> str:
     """What a ``loss_fn`` that has failed was given, as the caller sees the mini-batch only."""
-    of_target = "" if target is None else f", and the target is {_shown(target)}"
+    of_target = "" if target is None else f", and the target is {shown(target)}"
     return (
         "in fxpipe: loss_fn is called for each micro-batch; here the output is "
-        f"{_shown(output)}{of_target}"
+        f"{shown(output)}{of_target}"
     )
-
-
-def _shown(value: Any) -> str:
-    """A value in words: of a tensor its shape, of what has tensors in it their shapes, of a dict
-    its keys, too."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        parts = [f"{key!r} {_part(each)}" for key, each in value.items()]
-    else:
-        parts = list(map(_part, value if isinstance(value, tuple | list) else tensors_of(value)))
-    several = [*parts[:MOST_PARTS], "..."] if len(parts) > MOST_PARTS else parts
-    return f"{kind(value)} with {', '.join(several)}" if parts else kind(value)
-
-
-def _part(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else kind(value)
 
 
 class LossWeight(nn.Module):

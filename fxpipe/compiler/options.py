@@ -18,7 +18,7 @@ from fxpipe.compiler.pickled import check_pickled
 from fxpipe.compiler.written import COMPILE, WrittenCall
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import DeviceSpec, spec_of
-from fxpipe.ir.given import CalledByName, check_call
+from fxpipe.ir.given import CalledByName, CalledWithTarget, check_call
 from fxpipe.ir.text import kind
 from fxpipe.loss_weight import IGNORED, observed, tokens
 from fxpipe.meaning.loss import ROWS
@@ -226,11 +226,12 @@ class Options:
 
     @property
     def weighs(self) -> str | LossWeightFunction | None:
-        """``loss_weight`` as it is called: of a model that returns its loss, with the model's
-        arguments by their names."""
-        if callable(self.loss_weight) and self.loss_fn is None:
-            return CalledByName("loss_weight", self.loss_weight)
-        return self.loss_weight
+        """``loss_weight`` as it is called: with the target, or, of a model that returns its loss,
+        with the model's arguments by their names."""
+        if not callable(self.loss_weight):
+            return self.loss_weight
+        called = CalledByName if self.loss_fn is None else CalledWithTarget
+        return called("loss_weight", self.loss_weight)
 
     @property
     def is_open(self) -> bool:

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
+from fxpipe.ir.text import kind
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -59,14 +61,24 @@ def note_misnamed(
 
 def options_checked(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function: it raises the error of :func:`check_options` for an option that it does
-    not take. ``others`` are the functions that it gives further options to."""
+    not take, and TypeError, with what to write, for more arguments than it takes without a name.
+    ``others`` are the functions that it gives further options to."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        taken = list(dict.fromkeys(chain.from_iterable(map(options_of, (function, *others)))))
+        options = list(dict.fromkeys(chain.from_iterable(map(options_of, (function, *others)))))
+        parameters = inspect.signature(function).parameters.values()
+        in_order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            check_options(function.__name__, kwargs, taken)
+            check_options(function.__name__, kwargs, options)
+            if len(args) > len(in_order):
+                taken, more = ", ".join(in_order), kind(args[len(in_order)])
+                raise TypeError(
+                    f"{function.__name__} takes {taken} by their places, and is given {more} after "
+                    "them: give everything else by its name, such as "
+                    "example_kwargs={...} for the model's arguments that have names"
+                )
             return function(*args, **kwargs)
 
         return checked

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fxpipe.ir.given import CalledByName
+from fxpipe.ir.given import CalledByName, CalledWithTarget
 
 
 def by_name(function):
@@ -35,3 +36,21 @@ def test_one_that_does_not_take_them_is_refused_with_what_to_write(function, why
 def test_an_error_within_the_function_stays_as_it_is():
     with pytest.raises(TypeError, match="unsupported operand"):
         by_name(lambda labels: labels + "")(labels=1)
+
+
+@pytest.mark.parametrize(
+    "called, what",
+    [
+        (lambda: by_name(lambda labels: {}["mask"])(labels=torch.ones(2, 3)), "'labels' (2, 3)"),
+        (
+            lambda: CalledWithTarget("loss_weight", lambda y: y["mask"])({"y": torch.ones(2)}),
+            "the target is a dict with 'y' (2,)",
+        ),
+    ],
+)
+def test_an_error_within_the_function_is_noted_with_what_it_was_given(called, what):
+    with pytest.raises(KeyError, match="mask") as raised:
+        called()
+    [note] = raised.value.__notes__
+    assert note.startswith("in fxpipe: loss_weight is called for each micro-batch; here ")
+    assert note.endswith(what)

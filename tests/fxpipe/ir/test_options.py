@@ -44,6 +44,14 @@ def test_an_option_like_no_other_gives_the_list():
     assert str(raised.value) == said
 
 
+def test_a_further_argument_without_a_name_is_refused_with_what_to_write():
+    with pytest.raises(TypeError) as raised:
+        search("net", {"x": 1})
+    said = "search takes model by their places, and is given a dict after them: give everything"
+    assert str(raised.value).startswith(said)
+    assert "example_kwargs={...}" in str(raised.value)
+
+
 def test_the_signature_stays():
     assert str(inspect.signature(search)) == "(model, *, rounds=1, **options)"
 
