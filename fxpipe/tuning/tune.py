@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,8 +127,10 @@ def tune(
             :func:`fxpipe.compile`, which chooses the numbers together with the modes for None.
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
-        measure: how many of the best trials are compiled and measured, each on a copy of the model;
-            and with these the model by itself on the first device (``Tuning.plain``).
+        measure: how many trials are compiled and measured, each on a copy of the model; and with
+            these the model by itself on the first device (``Tuning.plain``). The first is the best
+            by prediction, the others are the best with other numbers of micro-batches, as far as
+            there are such: predictions know least what small micro-batches cost.
         rounds, target: as for :meth:`Pipeline.measure`. With a target, what ``loss_fn`` saves is
             part of the memory (see ``example_target`` of :func:`fxpipe.compile`).
         progress: whether a bar shows how far the search is, where standard error is a terminal.
@@ -205,16 +208,27 @@ def tune(
         advice = "" if trials[0].fits else search.advice(planned[0], batch)
     kwargs = {"memory": memory, "optimizer": optimizer, "in_dims": in_dims, "tracer": tracer}
     kwargs |= {"passes": passes, **options}
-    for i, trial in enumerate(trials[:measure]):
-        if trial.fits:
-            report_progress(f"measuring {said(trial)}")
-            trials[i] = _measured(trial, model, devices, given, target, rounds, kwargs)
+    for i in to_measure(trials)[:measure]:
+        report_progress(f"measuring {said(trials[i])}")
+        trials[i] = _measured(trials[i], model, devices, given, target, rounds, kwargs)
     plain = None
     if measure and trials and trials[0].fits:
         report_progress("measuring the model by itself")
         loss_fn = options.get("loss_fn")
         plain = plain_step(model, torch.device(devices[0]), given, target, loss_fn, rounds)  # type: ignore[arg-type]
     return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)), plain, advice)
+
+
+def to_measure(trials: Sequence[TuningTrial]) -> list[int]:
+    """The places of the trials that fit, in the order in which they are measured: the best one for
+    each number of micro-batches, then the second best one for each, and so on."""
+    before: Counter[int] = Counter()
+    order = []
+    for place, trial in enumerate(trials):
+        if trial.fits:
+            order.append((before[trial.options["chunks"]], place))
+            before[trial.options["chunks"]] += 1
+    return [place for _, place in sorted(order)]
 
 
 def _check_loss(

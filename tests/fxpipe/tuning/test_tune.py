@@ -140,6 +140,14 @@ def test_segments_may_be_those_of_each_stage_or_be_chosen(tmp_path):
         planned(tight, checkpoint_segments=[0])
 
 
+def test_the_best_with_each_number_of_micro_batches_are_measured_first():
+    numbers = [16, 16, 8, 16, 4, 8]  # of trials, the fastest by prediction first
+    trials = [TuningTrial({"chunks": number}, float(i)) for i, number in enumerate(numbers)]
+    trials.insert(1, TuningTrial({"chunks": 2}, math.inf, why="it does not fit"))
+    order = [trials[i].options["chunks"] for i in tuning.to_measure(trials)]
+    assert order == [16, 8, 4, 16, 8, 16]
+
+
 def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
     torch.manual_seed(0)
     model, x = UNet(4, 3), torch.randn(8, 3, 16, 16)
@@ -156,7 +164,7 @@ def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
         progress=False,
     )
     measured = [trial for trial in found.trials if trial.measured is not None]
-    assert len(measured) == 2
+    assert sorted(trial.options["chunks"] for trial in measured) == [2, 4]
     assert found.best == min(measured, key=lambda trial: trial.measured)
     assert all(parameter.grad is None for parameter in model.parameters()), "copies have trained"
     assert found.plain and "without a pipeline, on the first device, a step was" in str(found)
