@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -341,14 +342,16 @@ class PlanQuestion:
         return search.faster(min([nearest, *fitting], key=lambda found: found.seconds), 1)
 
     def can_fit(self) -> bool:
-        """Whether there is a plan that fits. Those are tried that :meth:`answer` tries first, and
-        one that fits is enough, which need not be the fastest."""
+        """Whether a plan is found that fits. One that fits is enough, which need not be the
+        fastest."""
         if not self.is_automatic:
             return not self._search.given().short
-        search = self._search
-        return not search.free.short or any(
-            not found.short for part in self._parts for found in search.found(part)
-        )
+        search, every = self._search, list[CutWithWays]()
+        for found in chain([search.free], *map(search.found, self._parts)):
+            if not found.short:
+                return True
+            every.append(found)
+        return not search.fitting(min(every, key=lambda found: found.short)).short
 
     def _found(self, part: int) -> Iterator[CutWithWays]:
         """What is found under the limits; see :meth:`JointSearch.found`. Where the user restricts

@@ -69,6 +69,15 @@ def test_where_nothing_fits_a_cut_is_found_that_lacks_less():
     assert 0 < nearer.short < found.short
 
 
+@pytest.mark.parametrize("part, fits", [(1.05, True), (0.9, False)])
+def test_advice_says_that_a_model_fits_where_only_a_shift_makes_it_fit(monkeypatch, part, fits):
+    asked = question(part * EVEN)
+    _, uneven = found_for((6, 4, 4, 2), part * EVEN)
+    monkeypatch.setattr(JointSearch, "free", uneven)
+    monkeypatch.setattr(JointSearch, "found", lambda *_: iter(()))
+    assert asked.can_fit() == fits
+
+
 def test_what_the_user_pins_stays_where_it_is():
     search, found = found_for((6, 4, 4, 2), EVEN, Auto(pins={"5": 0}))
     assert search.fitting(found) is found
