@@ -69,11 +69,16 @@ class Compilations(Sequence[Compilation]):
            the model
 
     ``pipe.compilations[0].guards.attributes`` has the attributes of the model.
+
+    Attributes:
+        checks: how many seconds each check of a later mini-batch has taken: labels or numbers had
+            come in it by which micro-batches might mean something else.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._all: list[Compilation] = []
+        self.checks: list[float] = []
 
     def note(
         self,
@@ -87,6 +92,23 @@ class Compilations(Sequence[Compilation]):
         """Add a compilation; the arguments are its attributes."""
         number = len(self._all) + 1
         self._all.append(Compilation(number, at, seconds, why, guards, front_end, cache))
+
+    def note_check(self, seconds: float) -> None:
+        """Add a check of a later mini-batch."""
+        self.checks.append(seconds)
+
+    @property
+    def later(self) -> str:
+        """What checks of later mini-batches have taken, in words; "" if there were none."""
+        if not self.checks:
+            return ""
+        count = len(self.checks)
+        said = (
+            f"{count} checks of later mini-batches"
+            if count > 1
+            else "1 check of a later mini-batch"
+        )
+        return f"{said} took {human_time(sum(self.checks))}"
 
     def why(self, call: GuardedCall, programs: Iterable[Guards]) -> tuple[str, ...]:
         """Why none of the programs serves a call: the guard of each that fails, the latest first.
@@ -111,6 +133,6 @@ class Compilations(Sequence[Compilation]):
 
     def __str__(self) -> str:
         count = f"{len(self)} compilation{'s' * (len(self) != 1)} of {self._name}"
-        return "\n".join([count, *map(str, self._all)])
+        return "\n".join([count, *map(str, self._all), *filter(None, [self.later])])
 
     __repr__ = __str__

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fxpipe.compiler import written_again
 from fxpipe.compiler.cache import Cache
-from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.deciding import decided
 from fxpipe.compiler.disk.entry import CacheEntry
@@ -68,7 +67,6 @@ class Compiler(LaterChecks):
         super().__init__(model, options, layout)
         self.lowering = Lowering(model, options, self.layout)
         self.cache = Cache(model)
-        self.compilations = Compilations(type(model).__name__)
         self._folder = None if options.cache is None else Folder(options.cache)
         self._lock = threading.RLock()
 

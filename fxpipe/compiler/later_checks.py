@@ -18,6 +18,7 @@ the number of boxes in a list), so a loss is also checked with mini-batches at g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import logged, wants_log
@@ -74,6 +76,7 @@ class LaterChecks(Staging):
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         super().__init__(model, options, layout)
+        self.compilations = Compilations(type(model).__name__)
         self._of_loss: NumbersRead | None = None  # those of the loss function, once it has run
 
     def _loss_dim(self, mode: Mode, batch: MiniBatch, chunks: int, asked: Asked) -> FoundLoss:
@@ -353,7 +356,7 @@ class LaterChecks(Staging):
         """Check what micro-batches mean with a later mini-batch, which may take as long as with the
         first one: so the log says that it is done."""
         title = f"{type(self.model).__name__}: check of a later mini-batch"
-        batches.is_unsettled = True
+        batches.is_unsettled, begin = True, time.perf_counter()
         try:
             with logged(title, self.options.verbose or wants_log()):
                 batches.note(check())
@@ -364,6 +367,8 @@ class LaterChecks(Staging):
                 "that are checked in any case); with check=False nothing is checked"
             )
             raise
+        finally:
+            self.compilations.note_check(time.perf_counter() - begin)
         batches.is_unsettled = False
 
 

@@ -110,6 +110,28 @@ class Replanned:
         asked = self.asked((None,) * len(self.options.lanes))
         return self._answer(replace(asked, checkpoint="never", partition=self.stages))
 
+    def alone(self) -> Plan:
+        """What is predicted for the model without a pipeline: on the device of the first lane, with
+        the mini-batch in one piece and all activations kept, whether they fit or not.
+
+        Raises ValueError if the graph is not for a mini-batch in one piece.
+        """
+        if not self.takes(1):
+            raise ValueError("the graph is for other numbers of rows than those of the mini-batch")
+        asked = self.asked((None,) * len(self.options.lanes))
+        asked = replace(
+            asked,
+            prices=replace(asked.prices, known={1: self._at(1)}, cuts={}),
+            partition=dict.fromkeys(self.stages, 0),
+            schedule="gpipe",
+            stages=None,
+            chunks=1,
+            checkpoint="never",
+            checkpoint_segments=None,
+        )
+        names = None if asked.names is None else asked.names[:1]
+        return self._answer(replace(asked, specs=asked.specs[:1], names=names))
+
     def with_options(self, **changed: Any) -> Plan:
         """What is predicted with some options changed: "chunks", "schedule", "stages",
         "checkpoint", "checkpoint_segments" or "partition".

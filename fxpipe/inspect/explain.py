@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fxpipe.compiler.compilations import Compilation
+from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
@@ -43,6 +43,7 @@ from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.loss import NO_TARGET
 from fxpipe.planning.result import Plan
+from fxpipe.runtime.lanes import cores
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import ALL_FORWARDS, Timeline
 from fxpipe.schedule.simulator import OPTIMIZER
@@ -58,7 +59,6 @@ _LOSSES: dict[Dim, str] = {
     SUM: "loss_fn is taken for a sum over the rows: the losses of micro-batches are added up.",
     WEIGHTED: "The losses of micro-batches are averaged with the weights that loss_weight gives.",
 }
-STARTED = 1e-5  # seconds; what starting an operator takes on a CPU is of this size
 SHOWN = 5  # the most pieces that are kept whole, and inputs that are shared, that are named
 REPEATED = 0.05  # what is computed for each micro-batch anew is said if it is more of the time
 
@@ -123,7 +123,7 @@ class Explaining:
         measured: a training step, or a call without one, as it was measured; None if none was.
         replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
-        compilations: those that there have been of the model.
+        compilations: those that there have been of the model, and the checks of later mini-batches.
     """
 
     model: nn.Module
@@ -135,7 +135,7 @@ class Explaining:
     measured: Timeline | None = None
     replayed: Timeline | None = None
     has_stepped: bool = False
-    compilations: Sequence[Compilation] = ()
+    compilations: Compilations | None = None
 
     def __call__(self) -> Explanation:
         """The explanation. The planner is asked several times."""
@@ -148,7 +148,7 @@ class Explaining:
             "Where it is cut": self._cut(),
         }
         if self.compilations:
-            said["What compiling has taken"] = [self._compiling()]
+            said["What compiling has taken"] = [_compiling(self.compilations)]
         compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
         now, why = _plan_of(compiled.as_it_is)
         if now is None:
@@ -278,15 +278,6 @@ class Explaining:
             sentences += [_sentence(line) for line in self.mode.compiled.lines]
         return sentences
 
-    def _compiling(self) -> str:
-        """How often the model was compiled, and how long that took."""
-        count, seconds = len(self.compilations), sum(each.seconds for each in self.compilations)
-        taken = f"{'have' if count > 1 else 'has'} taken {human_time(seconds)}"
-        return (
-            f"{_counted(count, 'compilation')} {taken}{' in all' * (count > 1)}; "
-            "print(pipe.compilations) says for which calls and why."
-        )
-
     def _whole(self) -> list[str]:
         """The pieces that a cut cannot divide for a reason that lies in the model, and the heaviest
         one, if it makes stages uneven."""
@@ -334,12 +325,19 @@ class Explaining:
             f"prediction; one after the other, the stages would take {human_time(sum(busy))}. So "
             f"{_counted(lanes, 'lane')} {'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} "
             "times as fast as one that runs the same micro-batches."
-            + (
-                " Lanes on one device share it: this prediction is for lanes that each have a "
-                "device, or cores, of their own."
-            )
-            * (len(set(self.options.names)) < lanes)
         ]
+        here = max(whole, self._least_here(busy))
+        if here > whole:
+            sentences.append(
+                f"But here {_counted(lanes, 'lane')} share {_counted(cores(), 'core')}, on which a "
+                f"{run} takes no less than {human_time(here)}."
+            )
+        elif not self._have_cores and len(set(self.options.names)) < lanes:
+            sentences.append(
+                "Lanes on one device share it: this prediction is for lanes that each have a "
+                "device of their own."
+            )
+        sentences += self._without_a_pipeline(compiled, here)
         sentences += self._without_the_loss
         sentences.append(
             f"Lane {slowest} ({self._on(slowest)}) is predicted to work most, "
@@ -383,25 +381,49 @@ class Explaining:
                 f"The times of nodes {self._source}; pipe.measure(...) measures {run}s{needs}:"
             )
             sentences.append(f"    print({self._calls.of('measure')})")
-            sentences += self._small_operators
         return sentences
 
     @property
-    def _small_operators(self) -> list[str]:
-        """That estimates are too short, where operators compute for less time than it takes to
-        start them."""
-        costs, is_cpu = self.mode.costs, {lane.type for lane in self.options.lanes} == {"cpu"}
-        operators = sum(cost.operators for cost in costs)
-        mean = sum(cost.forward_s for cost in costs) / operators if operators else STARTED
-        if self._source != "are estimates" or not is_cpu or mean >= STARTED:
+    def _is_on_cpu(self) -> bool:
+        """Whether all lanes are on the CPU."""
+        return all(lane.type == "cpu" for lane in self.options.lanes)
+
+    @property
+    def _have_cores(self) -> bool:
+        """Whether all lanes are on the CPU, and each has a core of its own."""
+        return self._is_on_cpu and len(self.options.lanes) <= cores()
+
+    def _least_here(self, busy: Sequence[float]) -> float:
+        """The least seconds that lanes which work for so long take on the cores of this machine; 0
+        for lanes that are not all on the CPU."""
+        return sum(busy) / cores() if self._is_on_cpu and not self._have_cores else 0.0
+
+    def _without_a_pipeline(self, compiled: Replanned, pipeline: float) -> list[str]:
+        """How long the model takes by itself, beside the seconds that the pipeline takes."""
+        if not self.options.knows_other_sizes:
+            return []  # they say nothing of a mini-batch in one piece
+        alone, _ = _plan_of(compiled.alone)
+        if alone is None:
             return []
-        return [
-            f"An operator of the forward is estimated to take {human_time(mean)} on average. That "
-            "is less than a CPU takes to start one, some microseconds, and more in a backward: "
-            "these estimates are too short, and larger micro-batches better than they say. With "
-            'costs="measured" each node is measured by itself:',
-            f"    pipe = {self.options.call.with_options(costs='measured')}",
-        ]
+        held, limit = alone.memory[0], compiled.memory[0]
+        on = "one core" if self.options.lanes[0].type == "cpu" else str(self.options.lanes[0])
+        took = human_time(alone.seconds)
+        without = f"Without a pipeline, on {on} and with the mini-batch in one piece,"
+        said = f"{without} it would take {took}"
+        if limit is not None and held > limit:
+            missing = f"{human_bytes(round(held))} in place of {human_bytes(round(limit))}"
+            return [f"{said}, and would need more memory than there is, {missing}."]
+        times = alone.seconds / pipeline
+        better = (
+            f": the pipeline is {times:.2f} times as fast" if times > 1 else ", which is faster"
+        )
+        sentences = [f"{said}{better}."]
+        if self._is_on_cpu and self.options.training:
+            sentences.append(
+                "PyTorch shares a large operator among the cores by itself: fxpipe.tune(..., "
+                "measure=3) measures the model alone, too."
+            )
+        return sentences
 
     def _measured(self, now: Plan | None) -> list[str]:
         """How long a step has taken, if one has been measured, and why that is not as predicted."""
@@ -533,7 +555,7 @@ class Explaining:
                 f"Nothing that was tried ({', '.join(tried)}) is predicted to save 5 % of a "
                 f"{self._run} or more."
             )
-            more = "This tries more, and measures the best three:"
+            more = "This tries more, and measures three of them:"
             return [none, *left_out, *([more, tune] if self.options.training else [])]
         sentences = []
         if self.measured is not None and self._is_measured_as_it_is:
@@ -543,18 +565,18 @@ class Explaining:
                 f"the measured times of the stages, {times:.3g} times as long, are not in them, as "
                 "they say nothing of another cut or of other micro-batches."
             )
-        is_shared = len(set(self.options.names)) < len(self.options.lanes)
+        is_shared = len(set(self.options.names)) < len(self.options.lanes) and not self._have_cores
         if is_shared:
+            own = "core" if self._is_on_cpu else "device"
             sentences.append(
-                "These, too, are predictions for lanes that each have a device, or cores, of their "
-                "own."
+                f"These, too, are predictions for lanes that each have a {own} of their own."
             )
         for each in found:
             sentences += [f"{each}:", f"    pipe = {each.call}"]
             if each.caution and f"{each.caution}." not in sentences:
                 sentences.append(f"{each.caution}.")
         if left_out:
-            measures = f"{left_out[0]} This tries them, and measures the best three:"
+            measures = f"{left_out[0]} This tries them, and measures three:"
             sentences += [measures, tune] if self.options.training else left_out
         elif is_shared and self.options.training:
             sentences += ["What holds for lanes that share one is measured by this:", tune]
@@ -573,6 +595,17 @@ def _plan_of(ask: Callable[[], Plan]) -> tuple[Plan | None, str]:
         return ask(), ""
     except (ValueError, AnotherStrategy) as error:  # no such schedule can run, or no cut is valid
         return None, str(error)
+
+
+def _compiling(compilations: Compilations) -> str:
+    """How often the model was compiled, and how long that took, and checks after it."""
+    count, seconds = len(compilations), sum(each.seconds for each in compilations)
+    taken = f"{'have' if count > 1 else 'has'} taken {human_time(seconds)}{' in all' * (count > 1)}"
+    later = f", and {compilations.later}" * bool(compilations.later)
+    return (
+        f"{_counted(count, 'compilation')} {taken}{later}; "
+        "print(pipe.compilations) says for which calls and why."
+    )
 
 
 def _counted(count: int, what: str) -> str:

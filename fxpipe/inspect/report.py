@@ -140,7 +140,10 @@ class Report:
     @property
     def facts(self) -> list[str]:
         """The lines below the table, without those that say what is in each stage."""
-        chosen = " (chosen: give chunks= to change it)" * self.was_chosen
+        chosen = ""
+        if self.was_chosen:
+            is_searched = isinstance(self.choice, Choice)
+            chosen = " (chosen)" if is_searched else ' (the default; chunks="auto" chooses)'
         said = "no training step: its schedule cannot run"
         if self.timeline is not None:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
@@ -193,6 +196,11 @@ class Report:
         if not self.training:
             said = ", without gradients"
         lines = [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
+        if self.training and self.chunks > 1:
+            lines.append(
+                "the table is for the whole mini-batch; a lane holds the activations of some "
+                "micro-batches at a time, and its memory is what it holds at the most"
+            )
         if self.timeline.host_memory:
             on_host = human_bytes(round(self.timeline.host_memory))
             lines.append(f"activations that wait in the host's memory (predicted): {on_host}")

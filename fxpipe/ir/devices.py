@@ -49,7 +49,7 @@ class DeviceSpec:
     memory: float | None = None
     link_bytes_per_s: float = 1e10
     link_latency_s: float = 5e-6
-    launch_s: float = 2e-6
+    launch_s: float = 1e-5
     full_flops_per_s: float | None = None
     host_bytes_per_s: float | None = None
     is_eager: bool = True

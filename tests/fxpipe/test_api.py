@@ -56,7 +56,7 @@ def test_the_number_of_micro_batches_is_chosen_and_said():
         assert pipe.chunks == 6, "four for each stage, but the batch has six rows"
         pipe(torch.ones(20, 12))
         assert pipe.chunks == 8
-        assert "8 micro-batches (chosen: give chunks= to change it)" in pipe.report()
+        assert '8 micro-batches (the default; chunks="auto" chooses)' in pipe.report()
     with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,)) as pipe:
         assert "2 micro-batches, bubble 3" in pipe.report()
 

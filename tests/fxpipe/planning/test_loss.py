@@ -72,7 +72,8 @@ def test_logits_that_a_stage_keeps_are_not_counted_for_the_loss_once_more():
         with compiled(example_inputs=(TOKENS,), **options) as pipe:
             peaks.append(pipe.timeline().peak_memory[1])
     assert peaks[0] >= LOGITS
-    assert peaks[0] - peaks[1] <= 2 * LOGITS / 4, "a micro-batch's squares and gradients"
+    own = 2 * LOGITS / 4 + SCALARS
+    assert peaks[0] - peaks[1] <= own, "a micro-batch's squares and gradients"
 
 
 def test_a_limit_that_leaves_no_room_for_the_loss_is_kept():
