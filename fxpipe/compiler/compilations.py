@@ -71,6 +71,8 @@ class Compilations(Sequence[Compilation]):
     ``pipe.compilations[0].guards.attributes`` has the attributes of the model.
 
     Attributes:
+        lowered: how many seconds each graph of a call or of a step has taken, which is for one
+            number of micro-batches; with the first of a step it is checked what the loss means.
         checks: how many seconds each check of a later mini-batch has taken: labels or numbers had
             come in it by which micro-batches might mean something else.
     """
@@ -78,6 +80,7 @@ class Compilations(Sequence[Compilation]):
     def __init__(self, name: str) -> None:
         self._name = name
         self._all: list[Compilation] = []
+        self.lowered: list[float] = []
         self.checks: list[float] = []
 
     def note(
@@ -93,22 +96,25 @@ class Compilations(Sequence[Compilation]):
         number = len(self._all) + 1
         self._all.append(Compilation(number, at, seconds, why, guards, front_end, cache))
 
-    def note_check(self, seconds: float) -> None:
-        """Add a check of a later mini-batch."""
-        self.checks.append(seconds)
-
     @property
-    def later(self) -> str:
-        """What checks of later mini-batches have taken, in words; "" if there were none."""
-        if not self.checks:
-            return ""
-        count = len(self.checks)
-        said = (
-            f"{count} checks of later mini-batches"
-            if count > 1
-            else "1 check of a later mini-batch"
-        )
-        return f"{said} took {human_time(sum(self.checks))}"
+    def later(self) -> list[str]:
+        """What else has taken time, and how much, in words."""
+        graphs, checks = len(self.lowered), len(self.checks)
+        said = []
+        if graphs:
+            several = (
+                f"{graphs} graphs of calls and steps" if graphs > 1 else "1 graph of a call or step"
+            )
+            took = human_time(sum(self.lowered))
+            said.append(f"{several}, with the check of what the loss means, took {took}")
+        if checks:
+            several = (
+                f"{checks} checks of later mini-batches"
+                if checks > 1
+                else "1 check of a later mini-batch"
+            )
+            said.append(f"{several} took {human_time(sum(self.checks))}")
+        return said
 
     def why(self, call: GuardedCall, programs: Iterable[Guards]) -> tuple[str, ...]:
         """Why none of the programs serves a call: the guard of each that fails, the latest first.
@@ -133,6 +139,6 @@ class Compilations(Sequence[Compilation]):
 
     def __str__(self) -> str:
         count = f"{len(self)} compilation{'s' * (len(self) != 1)} of {self._name}"
-        return "\n".join([count, *map(str, self._all), *filter(None, [self.later])])
+        return "\n".join([count, *map(str, self._all), *self.later])
 
     __repr__ = __str__

@@ -106,7 +106,7 @@ class Compiler(LaterChecks):
         mode."""
         with self._lock:
             if chunks not in mode.unrolled:
-                with self._working(f"pipeline of {chunks} micro-batches"):
+                with self._lowered_by(f"pipeline of {chunks} micro-batches"):
                     mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
                 mode.refresh()
             return mode.unrolled[chunks]
@@ -119,7 +119,7 @@ class Compiler(LaterChecks):
             known = mode.losses.get(key)
             is_checked = known is None or not known.is_decided
             if is_checked:
-                with self._working(f"step of {chunks} micro-batches"):
+                with self._lowered_by(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
                         found = self._loss_dim(mode, batch, chunks, self._asked)
                     mode.losses[key] = mode.of_loss.note(found)
@@ -160,6 +160,14 @@ class Compiler(LaterChecks):
                 "has no output of the whole mini-batch: what they change is lacking there. Put "
                 "them on a part of the model, or train by pipe(x) and loss.backward()"
             )
+
+    @contextmanager
+    def _lowered_by(self, title: str) -> Iterator[None]:
+        """:meth:`_working`, for what comes after a compilation."""
+        begin = time.perf_counter()
+        with self._working(title):
+            yield
+        self.compilations.lowered.append(time.perf_counter() - begin)
 
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:

@@ -368,7 +368,7 @@ class LaterChecks(Staging):
             )
             raise
         finally:
-            self.compilations.note_check(time.perf_counter() - begin)
+            self.compilations.checks.append(time.perf_counter() - begin)
         batches.is_unsettled = False
 
 

@@ -601,11 +601,8 @@ def _compiling(compilations: Compilations) -> str:
     """How often the model was compiled, and how long that took, and checks after it."""
     count, seconds = len(compilations), sum(each.seconds for each in compilations)
     taken = f"{'have' if count > 1 else 'has'} taken {human_time(seconds)}{' in all' * (count > 1)}"
-    later = f", and {compilations.later}" * bool(compilations.later)
-    return (
-        f"{_counted(count, 'compilation')} {taken}{later}; "
-        "print(pipe.compilations) says for which calls and why."
-    )
+    found = [f"{_counted(count, 'compilation')} {taken}", *compilations.later]
+    return f"{'; '.join(found)}. print(pipe.compilations) says for which calls and why."
 
 
 def _counted(count: int, what: str) -> str:

@@ -321,7 +321,7 @@ class Views:
         kept, has_stepped = (self._modes, self._segments), runner.last_step() is not None
         compilations = runner.compiler.compilations
         losses = [(each.dim, each.note) for each in mode.losses_of_parts]
-        compiled = len(compilations), len(compilations.checks)
+        compiled = len(compilations), len(compilations.lowered), len(compilations.checks)
         state = chunks, kept, has_stepped, mode.saved_by_loss, compiled, losses
         known = self._explained
         if known is None or not known.is_of(mode, self._options, self.measured, state):

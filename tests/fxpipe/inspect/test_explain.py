@@ -161,19 +161,21 @@ def test_it_is_said_how_long_compiling_has_taken():
         second = said(pipe.explain(), heading)
         seconds = sum(each.seconds for each in pipe.compilations)
     assert first.startswith("1 compilation has taken ")
-    assert second.startswith(f"2 compilations have taken {human_time(seconds)} in all; ")
+    assert second.startswith(f"2 compilations have taken {human_time(seconds)} in all")
 
 
-def test_checks_of_later_mini_batches_are_said_beside_compilations():
-    x, y = torch.randn(4, 64), torch.randn(4, 64)
+def test_what_takes_time_after_a_compilation_is_said_beside_it():
+    x, y, heading = torch.randn(4, 64), torch.randn(4, 64), "What compiling has taken"
     with fxpipe.compile(layers(2), TWO, chunks=2, loss_fn=nn.MSELoss()) as pipe:
         pipe.step(x, target=y)
-        assert "later" not in said(pipe.explain(), "What compiling has taken")
+        (lowered,) = map(human_time, pipe.compilations.lowered)
+        graph = f"1 graph of a call or step, with the check of what the loss means, took {lowered}"
+        assert f"; {graph}. print(" in said(pipe.explain(), heading)
         pipe.step(x, target=y)  # the 2nd mini-batch is checked
-        (seconds,) = pipe.compilations.checks
-        later = f"1 check of a later mini-batch took {human_time(seconds)}"
-        assert f", and {later}; " in said(pipe.explain(), "What compiling has taken")
-        assert str(pipe.compilations).endswith(f"\n{later}")
+        (checked,) = map(human_time, pipe.compilations.checks)
+        later = f"1 check of a later mini-batch took {checked}"
+        assert f"; {graph}; {later}. print(" in said(pipe.explain(), heading)
+        assert str(pipe.compilations).endswith(f"\n{graph}\n{later}")
 
 
 def test_before_there_is_a_call_it_says_what_to_call():
