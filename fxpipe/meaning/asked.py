@@ -81,6 +81,7 @@ class Asked:
         is_again: whether an earlier mini-batch has told, so that one which does not (its loss is
             NaN, as with a scale of gradients that is too large) leaves it at that.
         told: what the user has been warned of, which is not said again; None: that is not kept.
+        calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
     """
 
     in_dims: Any = None
@@ -93,6 +94,7 @@ class Asked:
     counts: Sequence[Tensor] = ()
     is_again: bool = False
     told: set[str] | None = None
+    calls_are_trained: bool = True
 
     def warn(self, text: str) -> None:
         """Warn, unless the user has been told the same. A model with state is compiled again and

@@ -630,7 +630,9 @@ class _LossOfTarget:
         has said what it is, and it is too random to be compared."""
         problem, trial = verdict.problems[0], verdict.trial
         if trial is None:
-            return messages.across(problem, self.named, of_loss_fn=True)
+            return messages.across(
+                problem, self.named, of_loss_fn=True, calls_are_trained=self.asked.calls_are_trained
+            )
 
         def loss(tensors: list[Tensor]) -> Any:
             return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
@@ -647,6 +649,7 @@ class _LossOfTarget:
             has_number=not by and is_number_plus_sum(loss, trial, LOSS, self.dims),
             has_means=not by and is_of_means(loss, trial, self.dims),
             may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
+            calls_are_trained=self.asked.calls_are_trained,
         )
 
     def _remedy(self, verdict: Verdict) -> str:

@@ -457,6 +457,7 @@ def across(
     has_number: bool = False,
     has_means: bool = False,
     may_be_weighted: bool = True,
+    calls_are_trained: bool = True,
 ) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
@@ -468,22 +469,30 @@ def across(
         has_number: whether that mean is a number that is the same for all rows.
         has_means: whether it may be made of several means.
         may_be_weighted: whether it may be a mean to which rows contribute unequally.
+        calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
-    otherwise = "compute it outside of the model, from the whole output of the pipeline"
-    if of_loss_fn:
-        otherwise = "call loss_fn(pipe(x), target) and its backward in place of a step"
+    otherwise = "give chunks=1"
+    if calls_are_trained and of_loss_fn:
+        otherwise = (
+            "call loss_fn(pipe(x), target) and its backward in place of a step, or give chunks=1"
+        )
+    elif calls_are_trained:
+        otherwise = (
+            "compute it outside of the model, from the whole output of the pipeline, or give "
+            "chunks=1"
+        )
     if remedy:
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
-            f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
+            f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}"
         )
     if has_number and of_loss_fn:
         return (
             f"{what} It is a sum over the rows plus a number that is the same whatever rows there "
             'are (a penalty on weights, say): give loss_weight="sum", and multiply that number by '
             "the part of the batch's rows that the micro-batch has, len(target) / batch; or "
-            f"{otherwise}; or give chunks=1"
+            f"{otherwise}"
         )
     if has_sum:
         return (
@@ -491,7 +500,7 @@ def across(
             "number of rows, so that all of it is a mean; or, to keep the sum, give "
             'loss_weight="sum", and multiply what is no sum (a penalty on weights, say) by the '
             "part of the batch's rows that the micro-batch has, len(target) / batch; or "
-            f"{otherwise}; or give chunks=1"
+            f"{otherwise}"
         )
     several = (
         ". If it adds up means over different things, such as rows and tokens, put the counts of "
@@ -502,7 +511,7 @@ def across(
     if of_loss_fn and not may_be_weighted:
         return (
             f"{what} No mean of the losses of micro-batches is that of the whole batch: to get it, "
-            f"{otherwise}; or give chunks=1{several}"
+            f"{otherwise}{several}"
         )
     masked = [
         each.name
@@ -516,8 +525,8 @@ def across(
     why = ""
     if masked:
         why = (
-            f" Labels of {IGNORED} in {masked[0]} are left out, so that micro-batches with few "
-            "other labels count for too much."
+            f" If labels of {IGNORED} in {masked[0]} are left out of a mean, micro-batches with "
+            "few other labels count for too much."
         )
     if of_loss_fn:
         return (
@@ -525,6 +534,6 @@ def across(
             "mean, a function of the target that says by how much each micro-batch counts (if "
             "loss_fn takes its mean by lengths or a mask in the model's output, put these into the "
             "target, too: target=(y, lengths) and loss_weight=lambda target: target[1].sum()); of "
-            f"any other loss, a root of a mean say, {otherwise}, or give chunks=1{several}"
+            f"any other loss, a root of a mean say, {otherwise}{several}"
         )
-    return f"{what}{why} To get the model's number, {otherwise}, or give chunks=1"
+    return f"{what}{why} To get the model's number, {otherwise}"

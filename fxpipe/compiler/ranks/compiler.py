@@ -73,6 +73,10 @@ class RankCompiler(Compiler):
         self._was_on_meta = False
         self._spread_names: set[str] = set()
 
+    @property
+    def _asked(self) -> Asked:
+        return replace(super()._asked, calls_are_trained=False)
+
     def _to_stages(self, *args: Any) -> ToStages:
         context = super()._to_stages(*args)
         assert isinstance(context.partition, CutAlike)

@@ -518,6 +518,20 @@ def told_of_labels(group: Where, make: Make, x: Tensor, **options: Any) -> list[
     return said
 
 
+def contrastive_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that compares each row with all others: no mean of those of micro-batches is it."""
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def told_of_loss(group: Where, make: Make, x: Tensor, loss_fn: Any, **options: Any) -> list[str]:
+    """What a step with a loss warns of."""
+    with compiled(group, make, loss_fn, **options) as pipe:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe.step(x, target=x)
+        return [str(each.message) for each in caught]
+
+
 @contextmanager
 def noting_messages(sent: list[str]):
     """Note what this process begins to send: headers, those that follow a mark ("late header"),

@@ -160,3 +160,11 @@ def test_labels_that_are_left_out_are_told_of_by_the_rank_that_has_them(pool):
     assert not any(map(any, others)) and not first and not third
     (text,) = second
     assert text.startswith("micro-batches have unequal shares of labels that the loss leaves out")
+
+
+def test_no_backward_of_a_call_is_advised_as_ranks_have_none(pool):
+    options = {"loss_fn": jobs.contrastive_loss, "chunks": 2, "partition": ["b", "c", "d"]}
+    *_, last = pool.run(jobs.told_of_loss, four, X, **options)
+    (text,) = last
+    assert text.startswith("the loss is neither a mean over the rows nor a sum")
+    assert text.endswith("give chunks=1") and "pipe(x)" not in text
