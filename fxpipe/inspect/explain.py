@@ -43,7 +43,6 @@ from fxpipe.meaning.said import INFER, named_inputs
 from fxpipe.meaning.shared_draws import inputs_behind
 from fxpipe.planning.loss import NO_TARGET
 from fxpipe.planning.result import Plan
-from fxpipe.runtime.lanes import cores
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim
 from fxpipe.schedule import ALL_FORWARDS, Timeline
 from fxpipe.schedule.simulator import OPTIMIZER
@@ -124,6 +123,8 @@ class Explaining:
         replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
         compilations: those that there have been of the model, and the checks of later mini-batches.
+        cores: how many cores lanes on the CPU share; None: nobody knows, as ranks may be on several
+            machines.
     """
 
     model: nn.Module
@@ -136,6 +137,7 @@ class Explaining:
     replayed: Timeline | None = None
     has_stepped: bool = False
     compilations: Compilations | None = None
+    cores: int | None = None
 
     def __call__(self) -> Explanation:
         """The explanation. The planner is asked several times."""
@@ -328,14 +330,15 @@ class Explaining:
         ]
         here = max(whole, self._least_here(busy))
         if here > whole:
+            shared = _counted(self.cores or 1, "core")
             sentences.append(
-                f"But here {_counted(lanes, 'lane')} share {_counted(cores(), 'core')}, on which a "
-                f"{run} takes no less than {human_time(here)}."
+                f"But here {_counted(lanes, 'lane')} share {shared}, on which a {run} takes no "
+                f"less than {human_time(here)}."
             )
-        elif not self._have_cores and len(set(self.options.names)) < lanes:
+        elif self._is_shared:
             sentences.append(
-                "Lanes on one device share it: this prediction is for lanes that each have a "
-                "device of their own."
+                f"Lanes on one {self._place} share it: this prediction is for lanes that each have "
+                f"a {self._place} of their own."
             )
         sentences += self._without_a_pipeline(compiled, here)
         sentences += self._without_the_loss
@@ -389,14 +392,21 @@ class Explaining:
         return all(lane.type == "cpu" for lane in self.options.lanes)
 
     @property
-    def _have_cores(self) -> bool:
-        """Whether all lanes are on the CPU, and each has a core of its own."""
-        return self._is_on_cpu and len(self.options.lanes) <= cores()
+    def _is_shared(self) -> bool:
+        """Whether lanes share a device, or may share cores."""
+        lanes = len(self.options.lanes)
+        has_cores = self._is_on_cpu and lanes <= (self.cores or 0)
+        return len(set(self.options.names)) < lanes and not has_cores
+
+    @property
+    def _place(self) -> str:
+        """What each lane would have to itself, if they shared nothing."""
+        return "core" if self._is_on_cpu else "device"
 
     def _least_here(self, busy: Sequence[float]) -> float:
         """The least seconds that lanes which work for so long take on the cores of this machine; 0
         for lanes that are not all on the CPU."""
-        return sum(busy) / cores() if self._is_on_cpu and not self._have_cores else 0.0
+        return sum(busy) / self.cores if self._is_on_cpu and self.cores else 0.0
 
     def _without_a_pipeline(self, compiled: Replanned, pipeline: float) -> list[str]:
         """How long the model takes by itself, beside the seconds that the pipeline takes."""
@@ -418,7 +428,7 @@ class Explaining:
             f": the pipeline is {times:.2f} times as fast" if times > 1 else ", which is faster"
         )
         sentences = [f"{said}{better}."]
-        if self._is_on_cpu and self.options.training:
+        if self._is_on_cpu and self.cores and self.options.training:
             sentences.append(
                 "PyTorch shares a large operator among the cores by itself: fxpipe.tune(..., "
                 "measure=3) measures the model alone, too."
@@ -565,11 +575,10 @@ class Explaining:
                 f"the measured times of the stages, {times:.3g} times as long, are not in them, as "
                 "they say nothing of another cut or of other micro-batches."
             )
-        is_shared = len(set(self.options.names)) < len(self.options.lanes) and not self._have_cores
-        if is_shared:
-            own = "core" if self._is_on_cpu else "device"
+        if self._is_shared:
             sentences.append(
-                f"These, too, are predictions for lanes that each have a {own} of their own."
+                f"These, too, are predictions for lanes that each have a {self._place} of their "
+                "own."
             )
         for each in found:
             sentences += [f"{each}:", f"    pipe = {each.call}"]
@@ -578,7 +587,7 @@ class Explaining:
         if left_out:
             measures = f"{left_out[0]} This tries them, and measures three:"
             sentences += [measures, tune] if self.options.training else left_out
-        elif is_shared and self.options.training:
+        elif self._is_shared and self.options.training:
             sentences += ["What holds for lanes that share one is measured by this:", tune]
         if not self.has_stepped and any("schedule" in each.options for each in found):
             sentences.append(

@@ -53,6 +53,7 @@ from fxpipe.planning.estimates import (
     with_updates,
 )
 from fxpipe.planning.loss import loss_seconds
+from fxpipe.runtime.lanes import cores
 from fxpipe.schedule import AUTO, Timeline
 from passes import Project
 from passes.common.modes import Modes, is_never, of_stages
@@ -336,6 +337,7 @@ class Views:
                 replayed=None if self.measured is None else self.timeline(),
                 has_stepped=has_stepped,
                 compilations=compilations,
+                cores=None if isinstance(runner, RankRunner) else cores(),
             )()
             known = _Explained(found, weakref.ref(mode), self._options, self.measured, state)
             self._explained = known

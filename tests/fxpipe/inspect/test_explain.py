@@ -354,7 +354,7 @@ def test_what_limits_the_speed_is_given_in_parts_of_the_step():
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_lanes_that_share_cores_are_predicted_on_those(monkeypatch, number):
-    monkeypatch.setattr("fxpipe.inspect.explain.cores", lambda: number)
+    monkeypatch.setattr("fxpipe.inspect.views.cores", lambda: number)
     even = {"costs": {str(i): 1.0 for i in range(4)}, "partition": ["2"]}
     found = said(explained(layers(4), (torch.ones(8, 64),), **even), "What limits the speed")
     # Each of four layers takes a second, forward and backward.
