@@ -257,6 +257,16 @@ class Runner:
             return self._trained
         return self.last()
 
+    @property
+    def aside(self) -> str:
+        """What a view has to say that is of an evaluation between training steps; else ""."""
+        if self._trained is None or self.described() is self._trained:
+            return ""
+        return (
+            "This is about the last call, in eval mode; once pipe.train() has been called it is "
+            "about the training step again."
+        )
+
     def reported(self) -> tuple[Mode, int]:
         """What reports and predictions are about: what is described, with the largest number of
         micro-batches that it has run with. The last mini-batch of an epoch is often too small for

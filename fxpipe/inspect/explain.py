@@ -123,6 +123,7 @@ class Explaining:
         replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
         compilations: those that there have been of the model, and the checks of later mini-batches.
+        aside: what is to be said first, if the last call was an evaluation between training steps.
         cores: how many cores lanes on the CPU share; None: nobody knows, as ranks may be on several
             machines.
     """
@@ -138,13 +139,14 @@ class Explaining:
     has_stepped: bool = False
     compilations: Compilations | None = None
     cores: int | None = None
+    aside: str = ""
 
     def __call__(self) -> Explanation:
         """The explanation. The planner is asked several times."""
         name, stages = type(self.model).__name__, len(self.stages)
         title = f"{name} on {_counted(stages, 'stage')}, {_counted(self.chunks, 'micro-batch')}"
         said = {
-            "Where the batch is": self._batch(),
+            "Where the batch is": [*filter(None, [self.aside]), *self._batch()],
             "How it was traced": self._trace(),
             "What is kept whole": self._whole(),
             "Where it is cut": self._cut(),

@@ -61,6 +61,7 @@ class Report:
             lines of text.
         checkpoints: the modes of the stages, in words; "" where all activations are kept.
         chunks_given: the number of micro-batches that the user has given; None: none.
+        aside: what is to be said first, if the last call was an evaluation between training steps.
     """
 
     model_graph: fx.GraphModule
@@ -84,6 +85,7 @@ class Report:
     choice: Choice | str | None = None
     checkpoints: str = ""
     chunks_given: int | None = None
+    aside: str = ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -149,7 +151,7 @@ class Report:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
         several = f"{self.chunks} micro-batch{'es' * (self.chunks != 1)}"
-        lines = [f"{several}{chosen}, {said}"]
+        lines = [*filter(None, [self.aside]), f"{several}{chosen}, {said}"]
         if self.chunks < (self.chunks_given or 0) and self.rows_given is not None:
             rows = f"{self.rows_given} row{'s' * (self.rows_given != 1)}"
             lines.append(

@@ -304,6 +304,7 @@ class Views:
             compiled=[] if mode.compiled is None else mode.compiled.lines,
             checkpoints="" if is_never(self._modes) else in_words(self._modes, self._segments),
             chunks_given=None if self._options.chooses_chunks else self._options.chunks,
+            aside=self._runner.aside,
         )
 
     def _unknown_loss(self, mode: Mode) -> str:
@@ -323,7 +324,7 @@ class Views:
         compilations = runner.compiler.compilations
         losses = [(each.dim, each.note) for each in mode.losses_of_parts]
         compiled = len(compilations), len(compilations.lowered), len(compilations.checks)
-        state = chunks, kept, has_stepped, mode.saved_by_loss, compiled, losses
+        state = chunks, kept, has_stepped, mode.saved_by_loss, compiled, losses, runner.aside
         known = self._explained
         if known is None or not known.is_of(mode, self._options, self.measured, state):
             found = Explaining(
@@ -338,6 +339,7 @@ class Views:
                 has_stepped=has_stepped,
                 compilations=compilations,
                 cores=None if isinstance(runner, RankRunner) else cores(),
+                aside=runner.aside,
             )()
             known = _Explained(found, weakref.ref(mode), self._options, self.measured, state)
             self._explained = known

@@ -1,5 +1,5 @@
-"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count; and
-tells which operators are products, whose results are worth keeping."""
+"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count, and
+their other work; and tells which operators are products, whose results are worth keeping."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from torch.utils.flop_counter import (
 )
 
 from fxpipe.ir._torch import TorchDispatchMode, schema_of
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
 @torch.library.custom_op("fxpipe::computed", mutates_args=())
-def computed(value: Tensor, flops: int) -> Tensor:
-    """The value, for which so many FLOPs are counted, and twice as many for its backward: stands
-    for the work of what does not run on fake tensors."""
+def computed(value: Tensor, flops: int, operators: int, size: int) -> Tensor:
+    """The value, for which so many FLOPs, operators and bytes that these read and write (``size``)
+    are counted, and twice as many for its backward: stands for the work of what does not run on
+    fake tensors."""
     return value.clone()
 
 
 @computed.register_fake
-def _(value: Tensor, flops: int) -> Tensor:
+def _(value: Tensor, flops: int, operators: int, size: int) -> Tensor:
     return torch.empty_like(value)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.flops = inputs
+    _, *ctx.work = inputs
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return computed(gradient, 2 * ctx.flops), None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return computed(gradient, *(2 * amount for amount in ctx.work)), None, None, None
 
 
 computed.register_autograd(_backward, setup_context=_setup)
@@ -93,7 +95,7 @@ _OF_KERNELS = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     "transformers.grouped_mm_fallback": _grouped_flops,
     "transformers.grouped_mm_fallback_backward": _grouped_backward_flops,
-    torch.ops.fxpipe.computed: lambda _, flops, **__: flops,
+    torch.ops.fxpipe.computed: lambda _, flops, *__, **___: flops,
 }
 """Formulas for the CPU's kernels of attention and of LSTMs, for the products of a mixture of
 experts, and for what stands for work: PyTorch does not know them. Of those products PyTorch's
@@ -146,15 +148,24 @@ def _product(func: Any) -> tuple[bool, int | None]:
     return True, names.index(_DROPOUT) if _DROPOUT in names else None
 
 
-class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that counts the FLOPs of the operators that run in it (``total``)."""
+def moves(func: Any) -> bool:
+    """Whether an operator moves bytes, as views do not."""
+    return not func.is_view and func is not torch.ops.aten._unsafe_view.default
+
+
+class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that counts the work of the operators that run in it: their FLOPs, their number
+    (``operators``), and the bytes that they read and write (``size``)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.flops = self.operators = self.size = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.total += flops_of(func, args, kwargs, result)
+        self.flops += flops_of(func, args, kwargs, result)
+        if moves(func) and tensors_of(result):
+            self.operators += 1
+            self.size += tensor_bytes((args, kwargs, result))
         return result

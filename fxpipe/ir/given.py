@@ -78,7 +78,8 @@ class CalledWithTarget:
         try:
             return self.function(target)
         except Exception as error:
-            _note_given(error, self.option, f"the target is {shown(target)}")
+            if target is not None:  # who has given none is told that
+                _note_given(error, self.option, f"the target is {shown(target)}")
             raise
 
 

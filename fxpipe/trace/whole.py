@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import CALL, FakeTensor
-from fxpipe.ir.flops import Flops, computed
+from fxpipe.ir.flops import Observed, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
@@ -68,29 +68,44 @@ class _ShapeRule:
 
 
 @dataclass(frozen=True)
-class _FlopsRule:
-    """The FLOPs of a call as a rule, for any batch size: so many for each row, of which there are
-    as many as an input (``along``) is large in one of its dimensions; None: so many in all."""
+class _WorkRule:
+    """An amount of work of a call as a rule, for any batch size: so much in all (``fixed``), and so
+    much for each row (``each``), of which there are as many as an input (``along``) is large in one
+    of its dimensions; None: what an input has to do with it is not known."""
 
-    flops: float
+    fixed: float
+    each: float
     along: tuple[int, int] | None
 
     @staticmethod
-    def from_runs(runs: Sequence[_ObservedCall]) -> _FlopsRule:
-        """The rule that holds for the mean of these runs."""
-        total = sum(run.flops for run in runs)
-        shapes = [run.given for run in runs]
+    def from_runs(
+        shapes: Sequence[Sequence[torch.Size]], amounts: Sequence[int], *, is_even: bool = False
+    ) -> _WorkRule:
+        """The rule that holds for the mean of these runs: the shapes of the inputs of each, and its
+        amount of work. If ``is_even`` all of it is in proportion to the rows."""
+        mean = sum(amounts) / len(amounts)
         for i, shape in enumerate(shapes[0]):
             for dim in range(len(shape)):
-                sizes = [given[i][dim] for given in shapes]
-                if len(set(sizes)) > 1:
-                    return _FlopsRule(total / sum(sizes), (i, dim))
-        return _FlopsRule(total / len(runs), None)
+                rows = [given[i][dim] for given in shapes]
+                if len(set(rows)) > 1:
+                    middle = sum(rows) / len(rows)
+                    most = mean / middle
+                    each = most if is_even else min(max(_slope(rows, amounts), 0.0), most)
+                    return _WorkRule(mean - each * middle, each, (i, dim))
+        return _WorkRule(mean, 0.0, None)
 
     def of(self, inputs: Sequence[Tensor]) -> int:
-        """The FLOPs for these inputs."""
-        rows = 1 if self.along is None else inputs[self.along[0]].shape[self.along[1]]
-        return round(self.flops * rows)
+        """The amount for these inputs."""
+        rows = 0 if self.along is None else inputs[self.along[0]].shape[self.along[1]]
+        return round(self.fixed + self.each * rows)
+
+
+def _slope(rows: Sequence[int], amounts: Sequence[int]) -> float:
+    """By how much amounts grow with each row, by least squares."""
+    middle, mean = sum(rows) / len(rows), sum(amounts) / len(amounts)
+    apart = [number - middle for number in rows]
+    pairs = zip(apart, amounts, strict=True)
+    return sum(x * (y - mean) for x, y in pairs) / sum(x * x for x in apart)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class _ObservedCall:
     statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it drew random numbers
     draws_on_the_host: bool  # whether Python or NumPy drew them
-    flops: int  # how many it computed
+    work: tuple[int, int, int]  # its FLOPs, its operators, and the bytes that these moved
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,7 @@ class Call:
     statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it draws random numbers
     draws_on_the_host: bool  # whether Python or NumPy draws them
-    work: _FlopsRule
+    work: tuple[_WorkRule, _WorkRule, _WorkRule]  # for FLOPs, operators and bytes
 
     @staticmethod
     def of(module: nn.Module, runs: Sequence[_ObservedCall]) -> Call:
@@ -156,7 +171,12 @@ class Call:
                 )
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
-        work = _FlopsRule.from_runs(runs)
+        flops, operators, sizes = zip(*(run.work for run in runs), strict=True)
+        work = (
+            _WorkRule.from_runs(given, flops, is_even=True),
+            _WorkRule.from_runs(given, operators),
+            _WorkRule.from_runs(given, sizes),
+        )
         written = first.written, first.statistics
         return Call(module, first.inputs, first.outputs, shapes, *written, *draws, work)
 
@@ -197,7 +217,7 @@ class Whole(nn.Module):
     On fake tensors the module does not run, since it depends on values. What comes out instead has
     the outputs' shapes and a history for autograd, and has the same side effects: it writes to the
     parameters and buffers that the module writes to, and draws random numbers if the module does.
-    As many FLOPs are counted for it as the module has computed for a row when it was observed.
+    As much work is counted for it as the module has done for a row when it was observed.
 
     Raises RuntimeError where the module's outputs have another structure than in the trace, or
     other shapes than the rules give.
@@ -246,8 +266,8 @@ class Whole(nn.Module):
                 for source in sources:
                     output = output + source.sum().to(output.dtype)
             outputs.append(output)
-        if flops := self.seen.work.of(tensors):
-            outputs[0] = computed(outputs[0], flops)
+        if outputs:
+            outputs[0] = computed(outputs[0], *(rule.of(tensors) for rule in self.seen.work))
         return outputs
 
 
@@ -344,7 +364,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
-        with Flops() as flops, WrittenMemory() as memory:
+        with Observed() as work, WrittenMemory() as memory:
             output = forward(*args, **kwargs)
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
@@ -365,7 +385,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 tuple(name for name, t in own.items() if memory_of(t) in memory.statistics),
                 state.has_changed or host.has_changed,
                 host.has_changed,
-                flops.total,
+                (work.flops, work.operators, work.size),
             )
         )
         modules[key] = module

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.ir._torch import (
@@ -29,6 +29,7 @@ from fxpipe.ir.graph import VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of, with_tensors
+from fxpipe.runtime.random import Seeded
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
 _OWN_MODULE = "put it into a module of its own, which is then kept whole"
@@ -84,10 +85,8 @@ class FakeInterpreter(fx.Interpreter):
         return self.fake(self.fetch_attr(target))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is ops.call:  # of a module, with values in place of some parameters
-            module, values, *rest = args
-            own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            args = (module, {**self.fake(own), **values}, *rest)
+        if target is ops.call:
+            args = self._called(*args)
         return _without_values(super().call_function, target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -95,11 +94,20 @@ class FakeInterpreter(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
+        if isinstance(module, Seeded) and module.function is ops.call:
+            seed, *called = args
+            args = (seed, *self._called(*called))
         buffers = dict(module.named_buffers())
         fakes = self.fake(buffers)
         with _numbers(buffers, fakes):
             tensors = {**self.fake(dict(module.named_parameters())), **fakes}
             return torch.func.functional_call(module, tensors, args, kwargs)
+
+    def _called(self, module: nn.Module, values: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
+        """The arguments of ``ops.call``, which calls a module with values in place of some of its
+        parameters: with fakes in place of all others."""
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return (module, {**self.fake(own), **values}, *args)
 
 
 def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.flops import flops_of, is_product
+from fxpipe.ir.flops import flops_of, is_product, moves
 from fxpipe.ir.precision import uses_tf32
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
@@ -186,10 +186,14 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for load in loads:
             load.flops += flops
             load.is_full |= is_full
-        moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
+        if func is torch.ops.fxpipe.computed.default:
+            _, _, operators, size = args
+            for load in loads:
+                load.operators += operators
+                load.bytes += size
         # Queries, such as prim.device, give no tensor, and some operators on lists only write.
         written = () if tensors_of(result) else _written(func, args, kwargs)
-        if moves and (tensors_of(result) or written):
+        if moves(func) and (tensors_of(result) or written):
             size = tensor_bytes((args, kwargs, result, written)) - _not_read(func, args)
             is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
             for load in loads:

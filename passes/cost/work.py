@@ -358,11 +358,12 @@ def _inputs(node: fx.Node) -> list[Tensor]:
 
 
 def state_of_node(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:
-    """The parameters and buffers that a node uses."""
+    """The parameters and buffers that a node uses: those of the module that it calls, and those
+    that it is given."""
+    found: list[Tensor] = []
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
-        return [*module.parameters(), *module.buffers()]
-    found: list[Tensor] = []
+        found += [*module.parameters(), *module.buffers()]
     for each in node.all_input_nodes:
         if each.op == "get_attr":
             value = attribute(gm, str(each.target))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.compiler.replanned import Replanned
+from fxpipe.ir.graph import COST, stage_nodes
 from fxpipe.ir.text import human_time
 from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.schedule import Schedule, Timeline
@@ -84,18 +85,29 @@ def test_what_is_suggested_is_said_with_its_gain_and_its_call():
 class Recurrent(nn.Module):
     """Its recurrent layer is called with some of its own weights as arguments, which are shared."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.rnn, self.head = nn.GRU(5, 16, batch_first=True), nn.Linear(16, 3)
+        self.rnn = nn.GRU(5, 16, num_layers=2, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(16, 3)
 
     def forward(self, x):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def test_a_module_that_is_called_with_shared_weights_is_predicted_for_other_numbers_of_chunks():
-    explanation = explained(Recurrent(), (torch.randn(32, 6, 5),), chunks=4)
-    assert "A training step takes" in said(explanation, "What limits the speed")
-    assert any("chunks=" in line for line in explanation.paragraphs["What would help"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["", "which draws random numbers"])
+def test_a_module_that_is_called_with_shared_weights_is_predicted_for_other_numbers_of_chunks(
+    dropout,
+):
+    model, x = Recurrent(dropout), torch.randn(32, 6, 5)
+    options = {"chunks": 4, "schedule": "1f1b", "partition": ["head"]}
+    given = fxpipe.plan(model, ["cpu"] * 2, example_inputs=(x,), **{**options, "chunks": 2})
+    with fxpipe.compile(model, TWO, example_inputs=(x,), **options) as pipe:
+        (mode, _), compiler = pipe._runner.reported(), pipe._runner.compiler
+        compiled = Replanned(compiler.options, compiler.layout, mode, 4)
+        assert compiled.with_options(chunks=2).seconds == pytest.approx(given.seconds, rel=0.01)
+        costs = [node.meta[COST] for node in stage_nodes(compiled._at(2).graph)]
+    weights = sum(4 * parameter.numel() for parameter in model.parameters())
+    assert sum(cost.param_bytes for cost in costs) == weights
 
 
 def test_a_pipeline_that_cannot_be_made_faster_is_not_given_advice():

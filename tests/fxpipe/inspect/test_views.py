@@ -118,8 +118,11 @@ def test_an_evaluation_between_steps_is_not_what_reports_are_about():
         pipe.step(x)
         trained = str(pipe.report()), str(pipe.timeline()), str(pipe.explain())
         pipe.eval()
+        assert (str(pipe.report()), str(pipe.timeline()), str(pipe.explain())) == trained
         with torch.no_grad():
             pipe(x[:2])
+        for view in pipe.report(), pipe.explain():
+            assert "This is about the last call, in eval mode; once pipe.train()" in str(view)
         pipe.train()
         assert (str(pipe.report()), str(pipe.timeline()), str(pipe.explain())) == trained
         pipe(x[:2])

@@ -514,7 +514,7 @@ def test_sizes_that_turn_out_to_depend_on_values_are_an_error_when_run() -> None
 
 
 @pytest.mark.parametrize("kind, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_rows_that_are_packed_within_it_cost_the_flops_of_the_recurrent_layer(
+def test_rows_that_are_packed_within_it_cost_the_work_of_the_recurrent_layer(
     kind: type[nn.Module], gates: int
 ) -> None:
     rows, steps, width, chunks = 12, 5, 6, 3
@@ -528,6 +528,8 @@ def test_rows_that_are_packed_within_it_cost_the_flops_of_the_recurrent_layer(
     for name in ("first", "second"):
         assert costs[name].flops == flops
         assert costs[name].backward_flops == 2 * flops
+        started = costs[name].operators / chunks
+        assert 2 * steps <= started <= 25 * steps, "those of each step, for any number of rows"
 
 
 class LastOfPacked(nn.Module):
