@@ -26,6 +26,7 @@ from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.log import warn
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
+from fxpipe.runtime.random import Seeded
 from passes.partition.problem import together
 
 MOST = 0.75  # if one piece takes a larger part of the time, the user is warned
@@ -148,12 +149,14 @@ def _module(node: fx.Node) -> nn.Module | None:
     gm = node.graph.owning_module
     if gm is None:
         return None
+    called, args = node.target, node.args
     if node.op == "call_module":
-        return gm.get_submodule(str(node.target))
-    if node.target is ops.call and isinstance(node.args[0], fx.Node):
-        module = attribute(gm, str(node.args[0].target))
-        return module if isinstance(module, nn.Module) else None
-    return None
+        called = gm.get_submodule(str(node.target))
+        if isinstance(called, Seeded):  # runs what it has been given a seed for
+            called, args = called.function, args[1:]
+    if called is ops.call and isinstance(args[0], fx.Node):
+        called = attribute(gm, str(args[0].target))
+    return called if isinstance(called, nn.Module) else None
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ LINE = inspect.getsourcelines(Between.forward)[1] + 2
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(16, 64, 4, batch_first=True)
+        self.lstm = nn.LSTM(16, 64, 4, batch_first=True, dropout=dropout)
 
     def forward(self, x):
         return self.lstm(x.unsqueeze(1).expand(-1, 8, -1))[0][:, 0, :16]
@@ -108,6 +109,7 @@ def said(model, devices=TWO, chunks=2):
     ("part", "name", "reason", "remedy"),
     [
         (Layers, "'part_lstm' (LSTM, ", "LSTM is called as a whole", "several such modules"),
+        (partial(Layers, 0.5), "'part_lstm' (LSTM, ", "LSTM is called as a whole", "several such"),
         (Experts, "'part' (Experts, ", "what it does depends on values", "masks and torch.where"),
         (Rows, "'values_0' (test_pieces.py, ", "sizes within it depend on values", "masks and"),
         (
