@@ -102,11 +102,9 @@ class Compilations(Sequence[Compilation]):
         graphs, checks = len(self.lowered), len(self.checks)
         said = []
         if graphs:
-            several = (
-                f"{graphs} graphs of calls and steps" if graphs > 1 else "1 graph of a call or step"
-            )
+            several = f"{graphs} graph{'s' * (graphs > 1)} of all micro-batches"
             took = human_time(sum(self.lowered))
-            said.append(f"{several}, with the check of what the loss means, took {took}")
+            said.append(f"{several}, with the check of what a loss means, took {took}")
         if checks:
             several = (
                 f"{checks} checks of later mini-batches"

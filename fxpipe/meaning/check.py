@@ -667,8 +667,10 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
                 "different sizes cannot be joined",
                 remedy="give it one size for all rows, as total_length=x.shape[1] does in "
                 "torch.nn.utils.rnn.pad_packed_sequence, in a module of its own within the model "
-                "that also packs; or compute the size from the whole batch ahead of the call, and "
-                "give it to the model as an argument, an int; or give chunks=1",
+                "that also packs (as each length is compiled by itself then, pad mini-batches to "
+                "few lengths, multiples of 64, say); or compute the size from the whole batch "
+                "ahead of the call, and give it to the model as an argument, an int; or give "
+                "chunks=1",
             )
         if len(differing) > 1:
             return Problem(

@@ -167,7 +167,9 @@ class Call:
                     "the sizes of its outputs depend on more than the sizes of its inputs; pad "
                     "them to a fixed size, in a module of its own that has all of this (with "
                     "packed sequences: that packs them, and pads what comes of them by "
-                    "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))",
+                    "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]); as each "
+                    "length is compiled by itself then, pad x to few lengths, such as multiples of "
+                    "64)",
                 )
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
