@@ -153,7 +153,7 @@ def moves(func: Any) -> bool:
     return not func.is_view and func is not torch.ops.aten._unsafe_view.default
 
 
-class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PerformedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the work of the operators that run in it: their FLOPs, their number
     (``operators``), and the bytes that they read and write (``size``)."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import CALL, FakeTensor
-from fxpipe.ir.flops import Observed, computed
+from fxpipe.ir.flops import PerformedWork, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
@@ -366,7 +366,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
-        with Observed() as work, WrittenMemory() as memory:
+        with PerformedWork() as work, WrittenMemory() as memory:
             output = forward(*args, **kwargs)
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
