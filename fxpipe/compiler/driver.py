@@ -214,7 +214,7 @@ class Compiler(LaterChecks):
         if dims is not None:
             mode = self.cache.mode(GuardedCall(self.model, args, kwargs, dims))
         if mode is None:
-            with self._working("a kind of call"):
+            with self._working("compiling a new kind of call"):
                 mode = self._new(args, kwargs)
             self._tell_of_one_microbatch(mode, args, kwargs)
         values = mode.traced.bind(args, kwargs)

@@ -76,8 +76,8 @@ def logged(title: str, is_wanted: bool) -> Iterator[None]:
 
     def tell(part: str, seconds: float) -> None:
         _show(
-            f"{title}: compiling has taken {human_time(seconds)} so far, and is at {part!r}. "
-            f"verbose=True says where the time goes{_fewer_threads()}"
+            f"{title} has taken {human_time(seconds)} so far, and is in the phase {part!r}; "
+            f"verbose=True logs how long each phase takes{_fewer_threads()}"
         )
 
     try:

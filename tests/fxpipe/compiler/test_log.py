@@ -16,7 +16,7 @@ def test_verbose_says_of_every_compilation_where_its_time_went(caplog):
     pipe.close()
     tables = [record.getMessage() for record in caplog.records if "of CPU" in record.getMessage()]
     kind, pipeline = tables
-    assert kind.startswith("MLP: a kind of call")
+    assert kind.startswith("MLP: compiling a new kind of call")
     assert all(f"\n  {name} " in kind for name in ("check", "trace", "cost", "partition"))
     assert "\n    symbolic " in kind
     assert pipeline.startswith("MLP: pipeline of 6 micro-batches")
@@ -77,7 +77,7 @@ def test_the_times_of_phases_are_for_those_who_look_for_them(caplog):
         pipe(torch.ones(6, 12))
     debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
     assert [text.split("  ")[0] for text in debug] == [
-        "MLP: a kind of call",
+        "MLP: compiling a new kind of call",
         "MLP: pipeline of 6 micro-batches",
     ]
 
@@ -88,7 +88,7 @@ def test_without_a_handler_the_log_is_on_stderr_and_logging_stays_as_it_was(caps
     before = logger.level, list(logger.handlers), own.level, list(own.handlers)
     with fxpipe.compile(MLP(), ["cpu"] * 2, verbose=True) as pipe:
         pipe(torch.ones(6, 12))
-    assert "MLP: a kind of call" in capsys.readouterr().err
+    assert "MLP: compiling a new kind of call" in capsys.readouterr().err
     assert (logger.level, logger.handlers, own.level, own.handlers) == before
 
 
@@ -109,10 +109,11 @@ def test_a_compilation_that_takes_long_says_so_once_with_what_helps(threads, cap
         first, second = capsys.readouterr().err.splitlines()
         pipe(torch.ones(6, 12))  # which is compiled by now
     assert capsys.readouterr().err == ""
-    assert first.startswith("MLP: a kind of call: compiling has taken ") and "is at " in first
+    assert first.startswith("MLP: compiling a new kind of call has taken ")
+    assert "in the phase " in first
     assert "verbose=True" in first
     assert ("OMP_NUM_THREADS=1" in first) == (threads > 1), "one thread has nobody to wait for"
-    assert second.startswith("MLP: pipeline of 6 micro-batches: compiling has taken ")
+    assert second.startswith("MLP: pipeline of 6 micro-batches has taken ")
 
 
 @pytest.mark.parametrize("value, shown", [("compile", True), ("a, compile", True), ("", False)])
@@ -130,4 +131,4 @@ def test_a_compilation_that_fails_is_logged_too(caplog):
 
     with caplog.at_level(logging.INFO, "fxpipe"), pytest.raises(ValueError, match="not today"):
         fxpipe.compile(Fails(), ["cpu"] * 2, verbose=True)(torch.ones(6, 12))
-    assert "Fails: a kind of call" in caplog.records[-1].getMessage()
+    assert "Fails: compiling a new kind of call" in caplog.records[-1].getMessage()

@@ -95,7 +95,7 @@ def test_a_compilation_is_timed_by_its_phases():
         fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=(torch.ones(6, 12),)).close()
     (kind, pipeline) = whole.parts.values()
     assert pipeline.name == "MLP: pipeline of 6 micro-batches"
-    assert kind.name == "MLP: a kind of call"
+    assert kind.name == "MLP: compiling a new kind of call"
     trace = kind.parts["trace"]
     assert list(trace.parts)[:3] == ["references", "symbolic", "comparison"]
     assert trace.parts["references"].parts["model"].count == 2  # two batch sizes
