@@ -168,10 +168,12 @@ class Plan:
 
     def _lines(self) -> list[str]:
         lines = [f"stage {stage.index}: {stage.contains}" for stage in self.stages]
-        run = "step" if self.training else "call"
+        run, work = "step" if self.training else "call", sum(self.timeline.busy)
         lines += [
             f"a {run} of {self.chunks} micro-batches takes {human_time(self.seconds)} "
-            f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time",
+            f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time; one after the "
+            f"other, the stages would take {human_time(work)}"
+            + (f", {work / self.seconds:.2f} times as long" if self.seconds else ""),
             optimality(self.gap),
             "links: "
             + (

@@ -12,6 +12,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import DeviceSpec
 from fxpipe.ir.graph import COST, STAGE, stage_nodes
+from fxpipe.ir.text import human_time
 from fxpipe.planning.question import CostSettings, costed
 from fxpipe.schedule import named
 from passes.chain import Entry
@@ -172,11 +173,15 @@ def test_a_faster_device_gets_more():
 
 def test_it_prints_as_a_table():
     model, x = on_meta(ResNet(), torch.zeros(8, 3, 8, 8))
-    text = str(fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=4))
+    plan = fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=4)
+    text = str(plan)
     for words in ("stage", "p40", "activations", "memory left", "a step of 4 micro-batches takes"):
         assert words in text
     assert "optimal" in text
     assert "links: 0 -> 1 " in text
+    busy = sum(plan.timeline.busy)
+    alone = f"the stages would take {human_time(busy)}, {busy / plan.seconds:.2f} times as long"
+    assert alone in " ".join(text.split())
 
 
 def test_a_plan_may_be_made_in_inference_mode():
