@@ -530,10 +530,11 @@ def across(
         )
     if of_loss_fn:
         return (
-            f"{what}{why} To get that of the whole batch, give loss_weight= if it is a weighted "
-            "mean, a function of the target that says by how much each micro-batch counts (if "
-            "loss_fn takes its mean by lengths or a mask in the model's output, put these into the "
-            "target, too: target=(y, lengths) and loss_weight=lambda target: target[1].sum()); of "
-            f"any other loss, a root of a mean say, {otherwise}{several}"
+            f"{what}{why} To get that of the whole batch:\n"
+            "  - of a mean by lengths or a mask, put these into the target, and count them: "
+            "target=(y, lengths) and loss_weight=lambda target: target[1].sum()\n"
+            "  - of another weighted mean, give loss_weight=, a function of the target that says "
+            "by how much each micro-batch counts\n"
+            f"  - of any other loss, a root of a mean say, {otherwise}{several}"
         )
     return f"{what}{why} To get the model's number, {otherwise}"
