@@ -44,11 +44,11 @@ def run(path: Path) -> NotebookNode:
     ).execute()
     for cell in notebook.cells:
         if "outputs" in cell:
-            cell.outputs = [each for each in cell.outputs if not _says_that_it_waits(each)]
+            cell.outputs = [each for each in cell.outputs if not says_that_it_waits(each)]
     return notebook
 
 
-def _says_that_it_waits(output: NotebookNode) -> bool:
+def says_that_it_waits(output: NotebookNode) -> bool:
     """Whether an output is only the line that a compilation takes long, as on a busy machine."""
     return output.get("name") == "stderr" and all(
         "verbose=True logs how long each phase takes" in line for line in output.text.splitlines()

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from tests.notebooks import NOTEBOOKS, VARIES, differences, is_same, read, run
+from tests.notebooks import NOTEBOOKS, VARIES, differences, is_same, read, run, says_that_it_waits
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -54,3 +54,18 @@ def test_drawings_are_compared_by_their_texts():
     )
     drawn["image/svg+xml"] = drawn["image/svg+xml"].replace(">stage 1", ">stage one")
     assert len(list(differences(kept, other))) == 1
+
+
+def test_the_line_that_a_compilation_takes_long_is_not_kept():
+    """Whether there is one depends on how busy the machine is."""
+
+    from nbformat import v4
+
+    def of(text):
+        return v4.new_output("stream", name="stderr", text=text)
+
+    line = "UNet: step of 4 micro-batches has taken 20 s so far; verbose=True logs how long each "
+    line += "phase takes\n"
+    assert [says_that_it_waits(of(text)) for text in (line, line * 2, line + "Error\n")] == [
+        *(True, True, False)
+    ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import overload
@@ -53,6 +55,16 @@ class Compilation:
             lines += textwrap.wrap(reason, WIDTH, initial_indent="   ", subsequent_indent="   ")
         said = textwrap.wrap(self.guards.brief, WIDTH - 3)
         return "\n".join([*lines, *textwrap.indent("\n".join(said), "   ").splitlines()])
+
+
+@contextmanager
+def timed_into(seconds: list[float]) -> Iterator[None]:
+    """Inside the ``with`` block time is taken, and added to a list at its end, however it ends."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds.append(time.perf_counter() - begin)
 
 
 class Compilations(Sequence[Compilation]):
@@ -106,11 +118,8 @@ class Compilations(Sequence[Compilation]):
             took = human_time(sum(self.lowered))
             said.append(f"{several}, with the check of what a loss means, took {took}")
         if checks:
-            several = (
-                f"{checks} checks of later mini-batches"
-                if checks > 1
-                else "1 check of a later mini-batch"
-            )
+            several = f"{checks} checks of later mini-batches"
+            several = several if checks > 1 else "1 check of a later mini-batch"
             said.append(f"{several} took {human_time(sum(self.checks))}")
         return said
 

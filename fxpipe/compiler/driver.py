@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler import written_again
 from fxpipe.compiler.cache import Cache
+from fxpipe.compiler.compilations import timed_into
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.deciding import decided
 from fxpipe.compiler.disk.entry import CacheEntry
@@ -106,7 +107,7 @@ class Compiler(LaterChecks):
         mode."""
         with self._lock:
             if chunks not in mode.unrolled:
-                with self._lowered_by(f"pipeline of {chunks} micro-batches"):
+                with self._lowering_of(f"pipeline of {chunks} micro-batches"):
                     mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
                 mode.refresh()
             return mode.unrolled[chunks]
@@ -119,7 +120,7 @@ class Compiler(LaterChecks):
             known = mode.losses.get(key)
             is_checked = known is None or not known.is_decided
             if is_checked:
-                with self._lowered_by(f"step of {chunks} micro-batches"):
+                with self._lowering_of(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
                         found = self._loss_dim(mode, batch, chunks, self._asked)
                     mode.losses[key] = mode.of_loss.note(found)
@@ -162,20 +163,18 @@ class Compiler(LaterChecks):
             )
 
     @contextmanager
-    def _lowered_by(self, title: str) -> Iterator[None]:
-        """:meth:`_working`, for what comes after a compilation."""
-        begin = time.perf_counter()
-        with self._working(title):
-            yield
-        self.compilations.lowered.append(time.perf_counter() - begin)
-
-    @contextmanager
     def _working(self, title: str) -> Iterator[None]:
         """A context for a compilation: the time of each phase is taken, and logged if the user asks
         for it, and no warning is given that an earlier compilation has given."""
         title = f"{type(self.model).__name__}: {title}"
         is_shown = self.options.verbose or wants_log()
         with older_objects_set_aside(), logged(title, is_shown), each_once(self._warned):
+            yield
+
+    @contextmanager
+    def _lowering_of(self, title: str) -> Iterator[None]:
+        """:meth:`_working`, for a graph of all micro-batches, which comes after a compilation."""
+        with timed_into(self.compilations.lowered), self._working(title):
             yield
 
     def forget(self) -> None:

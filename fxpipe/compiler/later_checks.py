@@ -18,7 +18,6 @@ the number of boxes in a list), so a loss is also checked with mini-batches at g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.compiler.compilations import Compilations
+from fxpipe.compiler.compilations import Compilations, timed_into
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import logged, wants_log
@@ -356,9 +355,10 @@ class LaterChecks(Staging):
         """Check what micro-batches mean with a later mini-batch, which may take as long as with the
         first one: so the log says that it is done."""
         title = f"{type(self.model).__name__}: check of a later mini-batch"
-        batches.is_unsettled, begin = True, time.perf_counter()
+        batches.is_unsettled = True
+        is_shown = self.options.verbose or wants_log()
         try:
-            with logged(title, self.options.verbose or wants_log()):
+            with timed_into(self.compilations.checks), logged(title, is_shown):
                 batches.note(check())
         except Exception as error:
             error.add_note(
@@ -367,8 +367,6 @@ class LaterChecks(Staging):
                 "that are checked in any case); with check=False nothing is checked"
             )
             raise
-        finally:
-            self.compilations.checks.append(time.perf_counter() - begin)
         batches.is_unsettled = False
 
 

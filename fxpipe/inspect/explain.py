@@ -390,7 +390,7 @@ class Explaining:
 
     @property
     def _is_on_cpu(self) -> bool:
-        """Whether all lanes are on the CPU."""
+        """Whether every lane of the pipeline is on the CPU, so that lanes share its cores."""
         return all(lane.type == "cpu" for lane in self.options.lanes)
 
     @property
@@ -421,7 +421,7 @@ class Explaining:
         on = "one core" if self.options.lanes[0].type == "cpu" else str(self.options.lanes[0])
         took = human_time(alone.seconds)
         without = f"Without a pipeline, on {on} and with the mini-batch in one piece,"
-        said = f"{without} it would take {took}"
+        said = f"{without} a {self._run} would take {took}"
         if limit is not None and held > limit:
             missing = f"{human_bytes(round(held))} in place of {human_bytes(round(limit))}"
             return [f"{said}, and would need more memory than there is, {missing}."]
@@ -466,9 +466,8 @@ class Explaining:
                     "off, but what is around them, such as other programs that take the cores, or "
                     "lanes that slow each other. Lanes are threads, and Python runs one at a time "
                     "(its global interpreter lock, GIL): nodes that take only some microseconds "
-                    "each wait for that. Larger "
-                    "micro-batches make nodes longer, and ranks (docs: Ranks) give each stage an "
-                    "interpreter of its own."
+                    "each wait for that. Larger micro-batches make nodes longer, and ranks (docs: "
+                    "Ranks) give each stage an interpreter of its own."
                 )
             else:
                 found += [

@@ -64,12 +64,11 @@ class Suggestion:
 
     def __str__(self) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}
-        alone = given.get("chunks") == 1 and len(self.memory) > 1
+        takes_turns = given.get("chunks") == 1 and len(self.memory) > 1
+        more = "; lanes work one after the other then, as without a pipeline" * takes_turns
         return (
             f"{Change(given)}: a {self.run} is predicted to take {human_time(self.seconds)} in "
-            f"place of {human_time(self.before)}, {self.saved:.0%} less"
-            + "; lanes work one after the other then, as without a pipeline"
-            * alone
+            f"place of {human_time(self.before)}, {self.saved:.0%} less{more}"
         )
 
 

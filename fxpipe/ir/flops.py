@@ -1,5 +1,5 @@
-"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count, and
-their other work; and tells which operators are products, whose results are worth keeping."""
+"""The work of operators: their FLOPs, also those of kernels that PyTorch does not count, and the
+bytes that they move; and which of them are products, whose results are worth keeping."""
 
 from __future__ import annotations
 
@@ -148,9 +148,40 @@ def _product(func: Any) -> tuple[bool, int | None]:
     return True, names.index(_DROPOUT) if _DROPOUT in names else None
 
 
-def moves(func: Any) -> bool:
-    """Whether an operator moves bytes, as views do not."""
-    return not func.is_view and func is not torch.ops.aten._unsafe_view.default
+LOOKUPS = {
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default,
+}
+"""Operators that read some rows of a table: those that indices name."""
+
+
+def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """The bytes that an operator reads and writes. None for one that moves none: a view; or a
+    query, such as ``prim.device``, which gives no tensor."""
+    if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        return None
+    made = bool(tensors_of(result))
+    written = [] if made else _written(func, args, kwargs)  # some operators on lists only write
+    if not made and not written:
+        return None
+    return tensor_bytes((args, kwargs, result, written)) - _not_read(func, args)
+
+
+def _not_read(func: Any, args: Any) -> int:
+    """The bytes of the tensors that an operator is given that it does not read."""
+    if func not in LOOKUPS:
+        return 0
+    table, indices, *_ = args
+    size = tensor_bytes(table)
+    return max(size - int(indices.numel()) * (size // max(len(table), 1)), 0)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    described = schema_of(func).arguments
+    given = {each.name: value for each, value in zip(described, args, strict=False)} | kwargs
+    return [given[each.name] for each in described if each.is_write and each.name in given]
 
 
 class PerformedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -165,7 +196,7 @@ class PerformedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.flops += flops_of(func, args, kwargs, result)
-        if moves(func) and tensors_of(result):
+        if (size := moved(func, args, kwargs, result)) is not None:
             self.operators += 1
-            self.size += tensor_bytes((args, kwargs, result))
+            self.size += size
         return result

@@ -74,10 +74,11 @@ def options_checked(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], C
             check_options(function.__name__, kwargs, options)
             if len(args) > len(in_order):
                 taken, more = ", ".join(in_order), kind(args[len(in_order)])
+                named = "example_kwargs"  # often meant: the model's arguments that have names
+                example = f", such as {named}={{...}}" if named in options else ""
                 raise TypeError(
-                    f"{function.__name__} takes {taken} by their places, and is given {more} after "
-                    "them: give everything else by its name, such as "
-                    "example_kwargs={...} for the model's arguments that have names"
+                    f"{function.__name__} takes {taken} by place, and is given {more} beyond that: "
+                    f"give everything else by its name{example}"
                 )
             return function(*args, **kwargs)
 

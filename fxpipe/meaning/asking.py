@@ -460,8 +460,12 @@ class Asking:
             for problem in verdict.problems:
                 by = self._remedy(dims, verdict, problem)
                 has_sum = not by and self._has_sum(dims, verdict, problem)
-                known = {"has_sum": has_sum, "calls_are_trained": self.asked.calls_are_trained}
-                self.asked.warn(messages.across(problem, self.inputs, by, **known))
+                trained = self.asked.calls_are_trained
+                self.asked.warn(
+                    messages.across(
+                        problem, self.inputs, by, has_sum=has_sum, calls_are_trained=trained
+                    )
+                )
 
     def _has_sum(self, dims: InDims, verdict: Verdict, problem: Problem) -> bool:
         """Whether a number is a mean over the rows plus a sum over them."""

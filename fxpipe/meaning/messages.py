@@ -472,16 +472,10 @@ def across(
         calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
-    otherwise = "give chunks=1"
-    if calls_are_trained and of_loss_fn:
-        otherwise = (
-            "call loss_fn(pipe(x), target) and its backward in place of a step, or give chunks=1"
-        )
-    elif calls_are_trained:
-        otherwise = (
-            "compute it outside of the model, from the whole output of the pipeline, or give "
-            "chunks=1"
-        )
+    instead = "compute it outside of the model, from the whole output of the pipeline"
+    if of_loss_fn:
+        instead = "call loss_fn(pipe(x), target) and its backward in place of a step"
+    otherwise = f"{instead}, or give chunks=1" if calls_are_trained else "give chunks=1"
     if remedy:
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "

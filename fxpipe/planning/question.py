@@ -4,10 +4,10 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -347,7 +347,7 @@ class PlanQuestion:
         if not self.is_automatic:
             return not self._search.given().short
         search, every = self._search, list[CutWithWays]()
-        for found in chain([search.free], *map(search.found, self._parts)):
+        for found in itertools.chain([search.free], *map(search.found, self._parts)):
             if not found.short:
                 return True
             every.append(found)

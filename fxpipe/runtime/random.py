@@ -344,6 +344,11 @@ class Seeded(nn.Module):
             return self.function(*args, **kwargs)
 
 
+def unseeded(module: Any) -> Any:
+    """The function or module that a :class:`Seeded` gives a seed to; anything else as it is."""
+    return module.function if isinstance(module, Seeded) else module
+
+
 def draws_on_the_host(module: nn.Module | None) -> bool:
     """Whether a module, or one within it, has been seen to draw with Python's ``random``, or with
     NumPy: it has an attribute of this name then (:class:`fxpipe.trace.whole.Whole`)."""

@@ -95,7 +95,7 @@ class _WorkRule:
         return _WorkRule(mean, 0.0, None)
 
     def of(self, inputs: Sequence[Tensor]) -> int:
-        """The amount for these inputs."""
+        """The amount of work that a call with these inputs is expected to do."""
         rows = 0 if self.along is None else inputs[self.along[0]].shape[self.along[1]]
         return round(self.fixed + self.each * rows)
 

@@ -29,7 +29,7 @@ from fxpipe.ir.graph import VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of, with_tensors
-from fxpipe.runtime.random import Seeded
+from fxpipe.runtime.random import unseeded
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
 _OWN_MODULE = "put it into a module of its own, which is then kept whole"
@@ -94,7 +94,7 @@ class FakeInterpreter(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
-        if isinstance(module, Seeded) and module.function is ops.call:
+        if unseeded(module) is ops.call:
             seed, *called = args
             args = (seed, *self._called(*called))
         buffers = dict(module.named_buffers())

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of
+from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.flops import flops_of, is_product, moves
+from fxpipe.ir.flops import flops_of, is_product, moved
 from fxpipe.ir.precision import uses_tf32
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
@@ -104,31 +104,7 @@ class Update:
 NO_UPDATE = Update()  # of an optimizer that takes nothing
 
 
-LOOKUPS = {
-    torch.ops.aten.embedding.default,
-    torch.ops.aten._embedding_bag.default,
-    torch.ops.aten._embedding_bag_forward_only.default,
-}
-"""Operators that read some rows of a table: those that indices name."""
-
-
 CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward}
-
-
-def _not_read(func: Any, args: Any) -> int:
-    """The bytes of the tensors that an operator is given that it does not read."""
-    if func not in LOOKUPS:
-        return 0
-    table, indices, *_ = args
-    size = tensor_bytes(table)
-    return max(size - int(indices.numel()) * (size // max(len(table), 1)), 0)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to."""
-    described = schema_of(func).arguments
-    given = {each.name: value for each, value in zip(described, args, strict=False)} | kwargs
-    return [given[each.name] for each in described if each.is_write and each.name in given]
 
 
 class Living:
@@ -191,10 +167,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for load in loads:
                 load.operators += operators
                 load.bytes += size
-        # Queries, such as prim.device, give no tensor, and some operators on lists only write.
-        written = () if tensors_of(result) else _written(func, args, kwargs)
-        if moves(func) and (tensors_of(result) or written):
-            size = tensor_bytes((args, kwargs, result, written)) - _not_read(func, args)
+        if (size := moved(func, args, kwargs, result)) is not None:
             is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
             for load in loads:
                 load.operators += 1

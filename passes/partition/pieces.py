@@ -26,7 +26,7 @@ from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.log import warn
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
-from fxpipe.runtime.random import Seeded
+from fxpipe.runtime.random import unseeded
 from passes.partition.problem import together
 
 MOST = 0.75  # if one piece takes a larger part of the time, the user is warned
@@ -151,9 +151,9 @@ def _module(node: fx.Node) -> nn.Module | None:
         return None
     called, args = node.target, node.args
     if node.op == "call_module":
-        called = gm.get_submodule(str(node.target))
-        if isinstance(called, Seeded):  # runs what it has been given a seed for
-            called, args = called.function, args[1:]
+        module = gm.get_submodule(str(node.target))
+        called = unseeded(module)
+        args = args if called is module else args[1:]  # a seed comes first
     if called is ops.call and isinstance(args[0], fx.Node):
         called = attribute(gm, str(args[0].target))
     return called if isinstance(called, nn.Module) else None

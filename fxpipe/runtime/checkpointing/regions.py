@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, checkpointed
-from fxpipe.runtime.random import Seeded
+from fxpipe.runtime.random import Seeded, unseeded
 
 WITHIN = ".body."
 """Stands in the path of a region's parameter between the region's name and the parameter's path in
@@ -94,7 +94,7 @@ class Region(nn.Module):
 
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or runs with a seed (:class:`Seeded`); None if there is none."""
-    function = module.function if isinstance(module, Seeded) else module
+    function = unseeded(module)
     return function if isinstance(function, Region) else None
 
 

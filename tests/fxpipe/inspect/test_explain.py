@@ -378,7 +378,9 @@ def test_it_is_said_how_long_the_model_takes_without_a_pipeline():
     model, example = layers(8, 512), (torch.ones(512, 512),)
     found = said(explained(model, example, chunks=4), "What limits the speed")
     alone = fxpipe.plan(model, ["cpu"], example_inputs=example, chunks=1).seconds
-    took = f"with the mini-batch in one piece, it would take {human_time(alone)}: the pipeline is "
+    took = (
+        f"with the mini-batch in one piece, a step would take {human_time(alone)}: the pipeline is "
+    )
     assert f"Without a pipeline, on one core and {took}" in found
     tiny = layers(4), (torch.ones(8, 64),)
     found = said(explained(*tiny, chunks=8), "What limits the speed")

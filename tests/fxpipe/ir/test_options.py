@@ -47,9 +47,14 @@ def test_an_option_like_no_other_gives_the_list():
 def test_a_further_argument_without_a_name_is_refused_with_what_to_write():
     with pytest.raises(TypeError) as raised:
         search("net", {"x": 1})
-    said = "search takes model by their places, and is given a dict after them: give everything"
-    assert str(raised.value).startswith(said)
-    assert "example_kwargs={...}" in str(raised.value)
+    said = "search takes model by place, and is given a dict beyond that: give everything else by "
+    assert str(raised.value) == f"{said}its name"
+
+    @options_checked()
+    def traced(model, *, example_kwargs=None): ...
+
+    with pytest.raises(TypeError, match=r"by its name, such as example_kwargs=\{\.\.\.\}$"):
+        traced("net", {"x": 1})
 
 
 def test_the_signature_stays():
