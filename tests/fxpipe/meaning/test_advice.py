@@ -112,7 +112,7 @@ def test_lengths_that_a_loss_takes_from_the_output_are_to_be_in_the_target():
     pipe = fxpipe.compile(model, TWO, chunks=2, loss_fn=of_output)
     with pytest.warns(
         fxpipe.BatchWarning,
-        match=r"by lengths or a mask in the model's output, put these into the target, too: "
+        match=r"by lengths or a mask, put these into the target, and count them: "
         r"target=\(y, lengths\) and loss_weight=lambda target: target\[1\].sum\(\)",
     ):
         pipe.step(x, lengths, target=y)

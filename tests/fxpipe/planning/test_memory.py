@@ -79,8 +79,8 @@ def deep(memory, **options):
     ("part", "singles"),
     [
         (0.4, {'schedule="1f1b"', 'checkpoint="except_last"', "3 devices"}),
-        (0.1, set()),  # no change alone is enough
-        (0.05, set()),
+        pytest.param(0.1, set(), marks=pytest.mark.long),  # no change alone is enough
+        pytest.param(0.05, set(), marks=pytest.mark.long),
     ],
 )
 def test_what_would_fit_is_said_and_does(part, singles):

@@ -247,10 +247,10 @@ def built(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     "name",
     [
-        "GPT2LMHeadModel",
+        pytest.param("GPT2LMHeadModel", marks=pytest.mark.long),
         "T5ForConditionalGeneration",
-        "LlamaForCausalLM",
-        "MixtralForCausalLM",
+        pytest.param("LlamaForCausalLM", marks=pytest.mark.long),
+        pytest.param("MixtralForCausalLM", marks=pytest.mark.long),
     ],
 )
 def test_models_of_transformers(pool, name):

@@ -16,7 +16,7 @@ from passes.partition.problem import problem
 from tests.test_random_programs import CHANNELS, VIEWING, WRITING, Program, cases, reference, total
 from tests.zoo import MODELS, gradients, loop, loss_of, same
 
-EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "30"))
 
 
 def random_cut(stages: int, seed: int):
