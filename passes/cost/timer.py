@@ -13,6 +13,7 @@ other, as they run in a step whose host is ahead.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ T = TypeVar("T")
 
 FILLER_S = 1e-4  # the least time that one product for the filler takes
 LONG_S = 1e-2
-"""A product that takes so long is one, and not the launch of one, also where no event says that the
-host is ahead: some devices compute while they are given work."""
+"""A device that is done with products of this length when the host has launched them computes while
+it is given work, within the launch. It takes up the first kernel of a call at once, whatever ran
+before, so it is given no filler."""
 COUNTED = 3  # products of which the time of one is an equal part
 SIDES = [2**n for n in range(8, 14)]  # of the matrices that may be the filler
 SPARE = 1.5  # how many times as long as the host needs to launch a call the device is kept busy
@@ -54,7 +56,7 @@ class DeviceTimer(HostTimer):
         """As :meth:`HostTimer.time`; the caller's stream waits for nothing else meanwhile."""
         busy = SPARE * self._launching[key] if key in self._launching else 0.0
         torch.accelerator.synchronize(self.device)
-        for _ in range(round(busy / self._filler_s + 0.5) if busy else 0):
+        for _ in range(math.ceil(busy / self._filler_s) if self._filler_s < math.inf else 0):
             torch.mm(self._filler, self._filler)
         started = time.perf_counter()
         begin = self._event()
@@ -67,7 +69,8 @@ class DeviceTimer(HostTimer):
         return result, begin.elapsed_time(end) / 1e3
 
     def _calibrated(self) -> tuple[torch.Tensor, float]:
-        """A matrix whose square takes long enough, and the seconds that it takes.
+        """A matrix whose square takes long enough, and the seconds that it takes; infinitely many
+        for a device that needs no filler.
 
         Products that the device ends before the host has launched the next one do not tell how
         long one takes, but how long the host needs. So one goes ahead, and the others count only if
@@ -85,8 +88,10 @@ class DeviceTimer(HostTimer):
             is_ahead = not begin.query()
             end.synchronize()
             taken = begin.elapsed_time(end) / 1e3 / COUNTED
-            if taken >= (FILLER_S if is_ahead else LONG_S):
+            if is_ahead and taken >= FILLER_S:
                 break
+            if taken >= LONG_S:
+                return filler, math.inf
         return filler, max(taken, 1e-6)
 
     def _event(self) -> torch.Event:

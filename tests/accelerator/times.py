@@ -230,8 +230,8 @@ def test_a_node_is_measured_by_the_device_however_long_the_host_takes_to_launch_
 
 @pytest.mark.parametrize("launch_s", [1e-5, 1e-4])
 def test_the_filler_is_timed_by_the_device_however_long_the_host_takes(monkeypatch, launch_s):
-    """A product of the smallest size takes the device 0.3 µs, and the host longer to launch."""
-    speed = Speed(flops_per_s=1e14, kernel_s=1e-7, launch_s=launch_s)
+    """A product of the smallest size takes the device 3 µs, and the host longer to launch."""
+    speed = Speed(flops_per_s=1e13, kernel_s=1e-7, launch_s=launch_s)
     _, seconds = twenty_kernels_take(speed, monkeypatch)
     assert seconds == pytest.approx(20e-7, rel=0.1)
 
@@ -248,6 +248,13 @@ def test_a_node_for_which_the_host_waits_does_not_keep_the_device_busy_ever_long
             ends.append(Host.perf_counter())
     taken = [end - begin for begin, end in pairwise(ends)]
     assert taken[-1] == pytest.approx(taken[0], rel=0.1)
+
+
+def test_a_device_that_computes_within_the_launch_is_given_no_other_work_to_do_first(monkeypatch):
+    timer, x = DeviceTimer(torch.device("sim:0")), torch.zeros(1, device="sim:0")
+    timer.time("key", lambda: x.add(1))
+    monkeypatch.setattr("torch.mm", lambda *_: pytest.fail("a product is launched"))
+    timer.time("key", lambda: x.add(1))
 
 
 class Host:
