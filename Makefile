@@ -26,7 +26,8 @@ demo: .venv/.demo
 test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# comparisons of plans with all other possibilities, at more points than "test" has time for
+# what "test" has no time for: comparisons of plans with all other possibilities at more points, and
+# products of parameters of which "test" has each two values together once
 long: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto -m long
 

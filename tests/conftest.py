@@ -22,6 +22,7 @@ if kernels_of_cpu := os.environ.get("ATEN_CPU_CAPABILITY"):
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from functools import partial
+from itertools import combinations, groupby
 
 import hypothesis
 import pytest
@@ -64,3 +65,30 @@ def one_seed_and_one_number_of_threads(request, monkeypatch):
 def _with_threads(work, wanted, queue, threads, ready):
     """The work of a lane, with as many intra-op threads as the test has."""
     work(queue, threads and wanted, ready)
+
+
+@pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
+def pytest_collection_modifyitems(items):
+    """A product of parameters marked ``covering(n)`` has runs that are long, and runs that are not:
+    these have any ``n`` of the values together at least once."""
+    marked = (item for item in items if item.get_closest_marker("covering"))
+    for _, runs in groupby(marked, lambda item: item.function):
+        product = list(runs)
+        for item in _left_out(product, *product[0].get_closest_marker("covering").args):
+            item.add_marker(pytest.mark.long)
+
+
+def _left_out(product, together):
+    """The items that are not needed for each ``together`` values to be in one of the others. At
+    each turn that item is kept which has most that none has had yet."""
+    has = {item: set(combinations(_values(item), together)) for item in product}
+    lacking = set().union(*has.values())
+    while lacking:
+        most = max(has, key=lambda item: len(has[item] & lacking))
+        lacking -= has.pop(most)
+    return list(has)
+
+
+def _values(item):
+    """The parameters of an item, each with the identity of its value, as not all can be compared."""
+    return sorted((name, id(value)) for name, value in item.callspec.params.items())

@@ -15,7 +15,7 @@ def test_an_interpreter_ends_in_any_state(state):
 
 
 @pytest.mark.parametrize(
-    ("run", "turns"), [(soak.unet, 40), (soak.pipelines, 20), (soak.workers, 20)]
+    ("run", "turns"), [(soak.unet, 20), (soak.pipelines, 10), (soak.workers, 10)]
 )
 def test_what_a_process_holds_stays_flat(run, turns):
     assert run(turns)

@@ -14,6 +14,7 @@ from tests.zoo import MODELS, gradients, loop, loss_of, same
 BATCH = 7  # divided by none of the chunks
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)

@@ -129,6 +129,7 @@ def next_byte(output, x: Tensor) -> Tensor:
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_a_step_of_gpt2_gives_the_gradients_of_the_loop_in_any_schedule(schedule, checkpoint):

@@ -50,6 +50,7 @@ def stepped(model, x, schedule, chunks, own=None, reference=None, **options):
     return *found, wanted
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_its_gradients_are_those_of_the_loop_and_the_same_in_every_run(name, schedule):
