@@ -21,7 +21,7 @@ from passes.common.modes import Modes
 from passes.common.segments import Segments
 from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
-from passes.cost.load import Update
+from passes.cost.update import Update
 
 
 class Pass(Protocol):

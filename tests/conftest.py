@@ -90,5 +90,5 @@ def _left_out(product, together):
 
 
 def _values(item):
-    """The parameters of an item, each with the identity of its value, as not all can be compared."""
+    """The names of an item's parameters, and the identities of their values."""
     return sorted((name, id(value)) for name, value in item.callspec.params.items())

@@ -47,7 +47,7 @@ from passes.common.modes import Modes, of_stages
 from passes.common.segments import Segments, counts
 from passes.cost.analytic import ADAM, ADAMS_UPDATE
 from passes.cost.choice import Costs
-from passes.cost.load import Update
+from passes.cost.update import Update
 from passes.partition.automatic import Auto
 from passes.partition.partition import Spec
 

@@ -17,32 +17,34 @@ from torch.utils.flop_counter import (
     shape_wrapper,
 )
 
-from fxpipe.ir._torch import TorchDispatchMode, schema_of
+from fxpipe.ir._torch import schema_of
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
-@torch.library.custom_op("fxpipe::computed", mutates_args=())
-def computed(value: Tensor, flops: int, operators: int, size: int) -> Tensor:
-    """The value, for which so many FLOPs, operators and bytes that these read and write (``size``)
-    are counted, and twice as many for its backward: stands for the work of what does not run on
-    fake tensors."""
-    return value.clone()
+@torch.library.custom_op("fxpipe::made", mutates_args=())
+def made(
+    given: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    work: Sequence[int],
+    products: Sequence[int],
+) -> Tensor:
+    """An uninitialised tensor, made from those that are given by operators that do not run: stands
+    for their work. ``work`` has their FLOPs, the bytes that they read and write, and their number;
+    ``products`` has the same for those of them that are products, and the bytes of their
+    results."""
+    return given[0].new_empty(shape, dtype=dtype)
 
 
-@computed.register_fake
-def _(value: Tensor, flops: int, operators: int, size: int) -> Tensor:
-    return torch.empty_like(value)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *ctx.work = inputs
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return computed(gradient, *(2 * amount for amount in ctx.work)), None, None, None
-
-
-computed.register_autograd(_backward, setup_context=_setup)
+@made.register_fake
+def _(
+    given: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    work: Sequence[int],
+    products: Sequence[int],
+) -> Tensor:
+    return given[0].new_empty(shape, dtype=dtype)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
@@ -95,7 +97,7 @@ _OF_KERNELS = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     "transformers.grouped_mm_fallback": _grouped_flops,
     "transformers.grouped_mm_fallback_backward": _grouped_backward_flops,
-    torch.ops.fxpipe.computed: lambda _, flops, *__, **___: flops,
+    torch.ops.fxpipe.made: lambda _, __, ___, work, *____, **_____: work[0],
 }
 """Formulas for the CPU's kernels of attention and of LSTMs, for the products of a mixture of
 experts, and for what stands for work: PyTorch does not know them. Of those products PyTorch's
@@ -139,7 +141,7 @@ def _product(func: Any) -> tuple[bool, int | None]:
     """Whether an operator is a product if it draws no random numbers; and the place, among its
     arguments, of the probability that it draws some; None if it never does."""
     packet = getattr(func, "overloadpacket", None)
-    if packet is None or _formula(packet) is None or packet is torch.ops.fxpipe.computed:
+    if packet is None or _formula(packet) is None or packet is torch.ops.fxpipe.made:
         return False, None
     schema = schema_of(func)
     names = [argument.name for argument in schema.arguments]
@@ -182,21 +184,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     described = schema_of(func).arguments
     given = {each.name: value for each, value in zip(described, args, strict=False)} | kwargs
     return [given[each.name] for each in described if each.is_write and each.name in given]
-
-
-class PerformedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that counts the work of the operators that run in it: their FLOPs, their number
-    (``operators``), and the bytes that they read and write (``size``)."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.operators = self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.flops += flops_of(func, args, kwargs, result)
-        if (size := moved(func, args, kwargs, result)) is not None:
-            self.operators += 1
-            self.size += size
-        return result

@@ -73,7 +73,7 @@ from passes.common.modes import (
 )
 from passes.common.segments import Segments, counts
 from passes.common.skips import Hop, SkipLayout
-from passes.cost.load import Update
+from passes.cost.update import Update
 
 Ends = tuple[int, int]  # the numbers of two stages, one of which sends to the other
 

@@ -52,7 +52,7 @@ from passes.common.segments import NUMBERS, Segments, counts, is_open, simplest,
 from passes.common.skips import SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
-from passes.cost.load import NO_UPDATE, Update
+from passes.cost.update import NO_UPDATE, Update
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.solve import Effort

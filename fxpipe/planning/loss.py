@@ -33,6 +33,7 @@ from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import PRODUCTS, SAVED, STAGE, VALUE, mutable, stage_nodes
+from fxpipe.ir.load import Counting, Load
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
@@ -43,7 +44,6 @@ from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace.errors import sentence
 from fxpipe.trace.patches import prints
 from passes.common.fakes import fake_mode
-from passes.cost.load import Counting, Load
 
 NO_TARGET = "no target is known when the model is cut: give example_target"
 """Why nobody knows what the loss will save, if no target is given ahead of the cut."""

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fxpipe.ir.load import Counting, Load
 from fxpipe.ir.text import kind as in_words
 from passes.cost.analytic import ADAMS_UPDATE
-from passes.cost.load import Counting, Load, Update
+from passes.cost.update import Update
 
 SIDE = 64  # of the square parameters that are stepped
 MANY = 16  # parameters, of which an optimizer that steps one at a time needs little meanwhile

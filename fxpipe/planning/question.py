@@ -38,7 +38,7 @@ from passes.common.modes import Modes, milder
 from passes.common.segments import NUMBERS, Segments, is_open
 from passes.cost.analytic import ADAMS_UPDATE
 from passes.cost.choice import Costs
-from passes.cost.load import Update
+from passes.cost.update import Update
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec

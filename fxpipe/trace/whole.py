@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import CALL, FakeTensor
-from fxpipe.ir.flops import PerformedWork, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.load import Counting, Load
+from fxpipe.ir.stand_in import Output, StandIn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
@@ -30,6 +31,10 @@ from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
 """Advice for the user, where a part of the model is one node since it depends on values."""
+
+BACKWARD = 2
+"""A backward is taken for so many times its forward, as it computes gradients of inputs and of
+parameters."""
 
 _LOOK_AT_MASKS = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
 """Layers of PyTorch that compare the values of a mask with those of a causal one, unless they are
@@ -120,7 +125,7 @@ class _ObservedCall:
     statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it drew random numbers
     draws_on_the_host: bool  # whether Python or NumPy drew them
-    work: tuple[int, int, int]  # its FLOPs, its operators, and the bytes that these moved
+    work: tuple[int, int, int]  # its FLOPs, the bytes that were moved, and its operators
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Call:
     statistics: tuple[str, ...]  # of these, the running statistics of norms
     draws: bool  # whether it draws random numbers
     draws_on_the_host: bool  # whether Python or NumPy draws them
-    work: tuple[_WorkRule, _WorkRule, _WorkRule]  # for FLOPs, operators and bytes
+    work: tuple[_WorkRule, _WorkRule, _WorkRule]  # for FLOPs, bytes and operators
 
     @staticmethod
     def of(module: nn.Module, runs: Sequence[_ObservedCall]) -> Call:
@@ -173,11 +178,11 @@ class Call:
                 )
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         draws = any(run.draws for run in runs), any(run.draws_on_the_host for run in runs)
-        flops, operators, sizes = zip(*(run.work for run in runs), strict=True)
+        flops, sizes, operators = zip(*(run.work for run in runs), strict=True)
         work = (
             _WorkRule.from_runs(given, flops, is_even=True),
-            _WorkRule.from_runs(given, operators),
             _WorkRule.from_runs(given, sizes),
+            _WorkRule.from_runs(given, operators),
         )
         written = first.written, first.statistics
         return Call(module, first.inputs, first.outputs, shapes, *written, *draws, work)
@@ -261,16 +266,17 @@ class Whole(nn.Module):
                 own[name].copy_(own[name].clone())
         if self.seen.draws:
             torch.rand(())
-        sources = [t for t in (*tensors, *self.parameters()) if t.requires_grad]
-        outputs = []
-        for shape, output in zip(self.seen.shapes, self.seen.like(tensors), strict=True):
-            if shape.requires_grad:
-                for source in sources:
-                    output = output + source.sum().to(output.dtype)
-            outputs.append(output)
-        if outputs:
-            outputs[0] = computed(outputs[0], *(rule.of(tensors) for rule in self.seen.work))
-        return outputs
+        outputs = [
+            Output(tuple(shape.of(tensors)), shape.dtype, shape.requires_grad)
+            for shape in self.seen.shapes
+        ]
+        flops, size, operators = (rule.of(tensors) for rule in self.seen.work)
+        work = Load(flops, size, operators)
+        sources = list(tensors)
+        if any(output.requires_grad for output in outputs):
+            sources += (own for own in self.parameters() if own.requires_grad)
+        stand_in = StandIn(outputs, work, work.times(BACKWARD))
+        return stand_in.call(sources)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -366,7 +372,8 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
-        with PerformedWork() as work, WrittenMemory() as memory:
+        work = Load()
+        with Counting(work), WrittenMemory() as memory:
             output = forward(*args, **kwargs)
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
@@ -387,7 +394,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 tuple(name for name, t in own.items() if memory_of(t) in memory.statistics),
                 state.has_changed or host.has_changed,
                 host.has_changed,
-                (work.flops, work.operators, work.size),
+                (work.flops, work.bytes, work.operators),
             )
         )
         modules[key] = module

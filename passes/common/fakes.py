@@ -30,6 +30,7 @@ from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of, with_tensors
 from fxpipe.runtime.random import unseeded
+from passes.common.recurrences import Recurrences
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
 _OWN_MODULE = "put it into a module of its own, which is then kept whole"
@@ -38,10 +39,14 @@ _OWN_MODULE = "put it into a module of its own, which is then kept whole"
 
 class FakeInterpreter(fx.Interpreter):
     """Runs the nodes of a graph on fake tensors. Parameters and buffers are replaced by fakes, too,
-    so that no real tensor is written to."""
+    so that no real tensor is written to. Recurrent layers run a few of their steps, see
+    :mod:`passes.common.recurrences`; ``counts``: so that the work of all of them is counted."""
 
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, mode: FakeTensorMode | None = None, *, counts: bool = False
+    ) -> None:
         super().__init__(gm)
+        self.counts = counts
         self.mode = mode or Somewhere()
         if any(
             isinstance(value, torch.ScriptObject)
@@ -87,7 +92,8 @@ class FakeInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is ops.call:
             args = self._called(*args)
-        return _without_values(super().call_function, target, args, kwargs)
+        with Recurrences(self.counts):
+            return _without_values(super().call_function, target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _without_values(super().call_method, target, args, kwargs)
@@ -101,7 +107,8 @@ class FakeInterpreter(fx.Interpreter):
         fakes = self.fake(buffers)
         with _numbers(buffers, fakes):
             tensors = {**self.fake(dict(module.named_parameters())), **fakes}
-            return torch.func.functional_call(module, tensors, args, kwargs)
+            with Recurrences(self.counts):
+                return torch.func.functional_call(module, tensors, args, kwargs)
 
     def _called(self, module: nn.Module, values: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
         """The arguments of ``ops.call``, which calls a module with values in place of some of its

@@ -29,7 +29,7 @@ from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, PRODUCTS, SAVED, SAVED_STATE, VALUE, WORKSPACE, stage_nodes
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 from passes.common.deferrable import is_deferrable
-from passes.cost.load import Update
+from passes.cost.update import Update
 from passes.cost.work import Runs, Work, microbatches, state_of_node
 
 WORK = "work"  # key of ``node.meta``: the node's :class:`Work`

@@ -23,6 +23,7 @@ from fxpipe.ir.cost import copies_of, memories_of
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import GROWS, NO_BACKWARD, PART, VALUE, attribute, mutable
+from fxpipe.ir.load import Counting, Load
 from fxpipe.ir.tensors import (
     memory_bytes,
     memory_of,
@@ -34,7 +35,6 @@ from fxpipe.ir.tensors import (
 from fxpipe.ir.workspace import NodeWorkspace
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.common.signature import signature
-from passes.cost.load import Counting, Load
 
 BACKWARD = 2  # where a backward cannot be counted, it is taken for so many times its forward
 
@@ -104,7 +104,7 @@ class Runs:
         self, gm: fx.GraphModule, chunks: int, times: float | None, training: bool
     ) -> None:
         self.gm, self.chunks, self.times, self.training = gm, chunks, times, training
-        self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph), counts=True)
         self.known: dict[Any, Work] = {}
         self.outputs = set(gm.graph.output_node().all_input_nodes)
         self.state = _memories(gm.graph.find_nodes(op="get_attr")).keys()

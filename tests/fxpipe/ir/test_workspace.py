@@ -8,9 +8,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.ir.graph import nodes_of_stages
+from fxpipe.ir.load import Living
 from fxpipe.ir.workspace import StageWorkspace, sent_gradients, stage_workspaces
 from fxpipe.planning.estimates import stage_memory
-from passes.cost.load import Living
 
 ROWS, WIDTH = 1024, 64
 VALUE = 4 * ROWS * WIDTH

@@ -9,10 +9,10 @@ from torch import fx
 
 import fxpipe
 from fxpipe.ir.devices import CPU_CORE
+from fxpipe.ir.load import Load
 from fxpipe.planning import loss_timer
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
 from fxpipe.planning.loss_timer import MeasuredLoss
-from passes.cost.load import Load
 from tests.fxpipe.planning.test_loss import (
     CLASSES,
     LABELS,

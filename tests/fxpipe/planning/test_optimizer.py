@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 import fxpipe
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.planning.optimizer import MANY, optimizer_states, optimizer_update
-from passes.cost.load import Update
+from passes.cost.update import Update
 from tests.zoo import Chain
 
 

@@ -1,5 +1,5 @@
 """Counts the FLOPs that operators compute, the bytes that they move, and the memory that they need,
-while pass "cost" runs them on fake tensors."""
+while they run: for pass "cost" they do so on fake tensors."""
 
 from __future__ import annotations
 
@@ -73,37 +73,6 @@ class Load:
         return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
 
 
-@dataclass(frozen=True)
-class Update:
-    """What the step of an optimizer takes.
-
-    Attributes:
-        memory: the bytes that it needs only while it runs, for each byte of the parameters, where
-            it steps all of them at once.
-        bytes: the bytes that it reads and writes, for each byte of the parameters.
-        operators: how many operators it launches: for all parameters, or for each.
-        is_at_once: whether it steps all parameters at once where it can, as on accelerators.
-    """
-
-    memory: float = 0.0
-    bytes: float = 0.0
-    operators: int = 0
-    is_at_once: bool = True
-
-    def seconds(self, size: float, count: int, device: DeviceSpec) -> float:
-        """Seconds for parameters of so many bytes on a device. ``count`` is their number.
-
-        All operators move about as much. So either all of them take longer than it takes to launch
-        them, or none does.
-        """
-        is_at_once = self.is_at_once and device.host_bytes_per_s
-        launches = self.operators * (min(count, 1) if is_at_once else count)
-        return max(self.bytes * size / device.bytes_per_s, launches * device.launch_s)
-
-
-NO_UPDATE = Update()  # of an optimizer that takes nothing
-
-
 CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward}
 
 
@@ -155,25 +124,33 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        flops = flops_of(func, args, kwargs, result)
-        is_full = bool(flops) and not uses_tf32(func.overloadpacket in CONVOLUTIONS)
-        is_kept = is_product(func, args, kwargs)
-        loads = [self.load] if is_kept else [self.load, self.rest]
-        for load in loads:
+        work, of_products, results = _performed(func, args, kwargs, result)
+        others = [one - other for one, other in zip(work, of_products, strict=True)]
+        is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
+        for load, (flops, size, operators) in (self.load, work), (self.rest, others):
             load.flops += flops
-            load.is_full |= is_full
-        if func is torch.ops.fxpipe.computed.default:
-            _, _, operators, size = args
-            for load in loads:
-                load.operators += operators
-                load.bytes += size
-        if (size := moved(func, args, kwargs, result)) is not None:
-            is_half = any(t.dtype.itemsize == 2 for t in tensors_of(result))
-            for load in loads:
-                load.operators += 1
-                load.bytes += size
-                load.is_half |= is_half
-            self.load.products += tensor_bytes(result) * is_kept
-            made = self.memory.note(result, (args, kwargs))
-            self.products = self.products | made if is_kept else self.products - made
+            load.bytes += size
+            load.operators += operators
+            load.is_half |= bool(operators) and is_half
+            load.is_full |= bool(flops) and not uses_tf32(func.overloadpacket in CONVOLUTIONS)
+        self.load.products += results
+        made = self.memory.note(result, (args, kwargs))
+        is_kept = is_product(func, args, kwargs)
+        self.products = self.products | made if is_kept else self.products - made
         return result
+
+
+NOTHING = 0, 0, 0
+
+
+def _performed(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, Any, int]:
+    """The FLOPs of an operator, the bytes that it reads and writes, and how many operators it is;
+    the same for the products in it; and the bytes of their results. A view is no operator."""
+    if func is torch.ops.fxpipe.made.default:
+        *_, work, (*of_products, results) = args
+        return work, of_products, results
+    size = moved(func, args, kwargs, result)
+    work = flops_of(func, args, kwargs, result), size or 0, int(size is not None)
+    if is_product(func, args, kwargs):
+        return work, work, tensor_bytes(result)
+    return work, NOTHING, 0
