@@ -105,6 +105,8 @@ def _made(
     for shape, dtype in wanted:
         found.append(made(given, list(shape), dtype, list(work), list(of_products)))
         work, of_products = NOTHING, (*NOTHING, 0)
+    if not load.memory:  # sizes may be symbols, which have no bytes
+        return found
     more = load.memory - sum(tensor.nbytes for tensor in found)
     if more > 0:
         made(given, [more], torch.uint8, list(NOTHING), [*NOTHING, 0])
