@@ -84,6 +84,8 @@ class Mode:
     """Remarks of the check, for the report, such as which results micro-batches change."""
     expected_loss: SavedByLoss | str = NO_TARGET
     """What the loss will save for its backward, or why that is not known when the model is cut."""
+    seen_loss: SavedByLoss | None = None
+    """The same since the first step, where no target was known when the model was cut."""
     is_checked: bool = False
     """Whether the check has run the model on parts of samples, and compared its outputs."""
     differing: frozenset[str] = frozenset()
@@ -171,7 +173,8 @@ class Mode:
         is not known."""
         steps = (step.graph_module for step in reversed(self.steps.values()))
         losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
-        expected = self.expected_loss if isinstance(self.expected_loss, SavedByLoss) else None
+        known = self.expected_loss
+        expected = known if isinstance(known, SavedByLoss) else self.seen_loss
         found = next((loss.saved for loss in losses if loss.saved is not None), None)
         return found.known_by(expected) if found and expected else found or expected
 

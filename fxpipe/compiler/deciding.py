@@ -76,9 +76,7 @@ def decided(
     prices = replace(prices, has_loss=has_loss(options.loss_fn, *returned, rows))
     names = tuple(map(str, options.lanes))
     loss: SavedByLoss | str | None = None
-    is_limited = any(limit is not None for limit in memory)
-    is_given = is_limited or options.example_target is not None
-    if options.loss_fn is not None and target is not None and is_given:
+    if options.loss_fn is not None and target is not None:
         expected = ExpectedLoss(options.loss_fn, target, prices.rebuild)
         loss = expected.saved(prices.sketched.graph)
     loss = loss if isinstance(loss, SavedByLoss) else None

@@ -48,6 +48,7 @@ from fxpipe.meaning.numbers_read import (
     sizes_of,
 )
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
+from fxpipe.planning.loss import NO_TARGET
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
@@ -68,6 +69,7 @@ class Compiler(LaterChecks):
         super().__init__(model, options, layout)
         self.lowering = Lowering(model, options, self.layout)
         self.cache = Cache(model)
+        self._step_target: Any = None
         self._folder = None if options.cache is None else Folder(options.cache)
         self._lock = threading.RLock()
 
@@ -76,10 +78,9 @@ class Compiler(LaterChecks):
     ) -> tuple[Mode, list[Any], int]:
         """The mode for a call, which is compiled now if there is none yet; the values of its
         inputs, in the order of the placeholders; and the number of micro-batches. ``target``: that
-        of a training step, from which it is known what the loss will save."""
-        with self._lock:
-            if not self.layout.labels and self.options.example_target is None:
-                self._target = target_without_values(target)
+        of a training step, from which it is known what the loss will save, and how long it takes.
+        """
+        with self._lock, self._given(target):
             if self.homes:
                 self.notice_values()
             mode, values = self._checked(args, kwargs)
@@ -91,6 +92,15 @@ class Compiler(LaterChecks):
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
+
+    @contextmanager
+    def _given(self, target: Any) -> Iterator[None]:
+        """A context for a call with this target; None: for one that has no loss."""
+        self._step_target = target
+        try:
+            yield
+        finally:
+            self._step_target = None
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode for a call, and the values of its inputs, once it has been looked at what of the
@@ -127,6 +137,7 @@ class Compiler(LaterChecks):
                     mode.loss_numbers.pop(key, None)
                     self._watch(mode, found)
                     self._step_of(mode, key, batch)
+                    self._see_loss(mode, batch)
                 self._tell_of_hooks()
             self._notice_labels(mode, batch, key, is_checked)
             is_new = self._notice_numbers(mode, batch, key)
@@ -135,6 +146,19 @@ class Compiler(LaterChecks):
             if (is_due or is_new or is_odd) and not is_checked:
                 self._tell_of_loss(mode, batch, key)
             return self._step_of(mode, key, batch)
+
+    def _see_loss(self, mode: Mode, batch: MiniBatch) -> None:
+        """Count what the loss does, for predictions, if no target was known when the model was cut
+        and this first mini-batch is as large as the example."""
+        is_known = mode.expected_loss != NO_TARGET or mode.seen_loss is not None
+        if is_known or batch.target is None or mode.batch_in(*batch.inputs) != mode.example.batch:
+            return
+        self._target = target_without_values(batch.target)
+        found = self._loss_of(mode.traced, mode.example.batch, mode.chunks)
+        if isinstance(found, str):
+            mode.expected_loss = found
+        else:
+            mode.seen_loss = found
 
     def _step_of(self, mode: Mode, key: Any, batch: MiniBatch) -> tuple[Unrolled, Target]:
         """The step graph by what has been found out about the loss, and how it reads the target."""
@@ -235,6 +259,10 @@ class Compiler(LaterChecks):
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
                 "before, or give example_inputs to compile()"
             )
+        if self._step_target is not None:
+            self._target = target_without_values(self._step_target)
+        else:
+            self._target = self.options.example_target
         name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
         records_gradients = torch.is_grad_enabled()  # not as while the model is compiled

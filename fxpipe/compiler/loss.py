@@ -243,6 +243,8 @@ class MiniBatch:
     """The arguments of the model, positional and named ones."""
     readings: Sequence[Target]
     """The ways in which the target may be cut into micro-batches, the likeliest first."""
+    target: Any = None
+    """The target as it is given."""
 
 
 def _along_another(target: Tensor, batch: int) -> str:

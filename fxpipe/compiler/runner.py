@@ -132,7 +132,7 @@ class Runner:
         refuse_no_loss(mode, self.options, type(self.compiler.model).__name__)
         rows = None if chunks == 1 else mode.batch_of(values)  # one micro-batch: nothing is cut
         readings = Target.readings(target, rows, mode.rows is not None)
-        batch = MiniBatch((args, kwargs), readings)
+        batch = MiniBatch((args, kwargs), readings, target)
         self._step, wanted = self.compiler.step(mode, chunks, batch)
         self._last = self._trained = mode, chunks
         self._tell_of_lost_gradients("input", values)

@@ -150,7 +150,8 @@ class Staging(ABC):
         self._warned: set[str] = set()
         """The warnings that compilations have given, see :func:`fxpipe.ir.log.each_once`."""
         self._target: Any = options.example_target
-        """A target like those of the calls to come, with its tensors on "meta"; None: not known."""
+        """A target like that of the call that is compiled, with its tensors on "meta"; None: not
+        known."""
         self._expected_loss: SavedByLoss | str = NO_TARGET
         """What the loss will save for its backward, or why nobody knows."""
         self._has_loss = True
@@ -671,14 +672,11 @@ class Staging(ABC):
         ``chunks``: the number of micro-batches, one of which the model has been traced with; None:
         with all of them.
 
-        The function is called if the user gives an example of the target for this, or if memory
-        decides where the model is cut.
+        The function is called if the model is compiled for a training step, or if the user gives an
+        example of the target.
         """
         options = self.options
         if options.loss_fn is None or self._target is None:
-            return NO_TARGET
-        is_limited = any(limit is not None for limit in options.memory or self._free_memory())
-        if options.example_target is None and not (is_limited and not self.layout.labels):
             return NO_TARGET
         rows = (batch // chunks, batch) if batch and chunks else (0, 0)
         expected = ExpectedLoss(options.loss_fn, self._target, traced.rebuild, rows)

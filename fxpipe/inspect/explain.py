@@ -489,6 +489,11 @@ class Explaining:
         why = self.mode.expected_loss
         if self.options.loss_fn is None or not self.options.training or not isinstance(why, str):
             return []
+        if self.mode.seen_loss is not None:
+            return [
+                "The cut does not count the loss, which these predictions do: no target was known "
+                "when the model was cut. example_target= gives one."
+            ]
         return [f"The time of the loss is in none of these predictions: {why}."]
 
     @property

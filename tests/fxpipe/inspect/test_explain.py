@@ -724,7 +724,13 @@ def test_predictions_without_the_loss_say_so_until_it_is_known():
         saves = "What the loss saves for its backward is not counted there either."
         assert saves in said(found, "What it needs of memory")
         pipe.step(x, target=target)
-        assert saves not in said(pipe.explain(), "What it needs of memory")
+        found = pipe.explain()
+        assert saves not in said(found, "What it needs of memory")
+        assert "none of these predictions" not in said(found, "What limits the speed")
+        assert "The cut does not count the loss, which" in said(found, "What limits the speed")
+    with fxpipe.compile(model, TWO, chunks=2, loss_fn=nn.MSELoss()) as pipe:
+        pipe.step(x, target=target)
+        assert "The cut does not count the loss" not in str(pipe.explain()), "it had a target"
     given = {"loss_fn": nn.MSELoss(), "example_target": target}
     with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), **given) as pipe:
         assert "none of these predictions" not in str(pipe.explain())

@@ -290,6 +290,29 @@ def test_the_last_stage_has_fewer_layers_where_it_computes_a_dear_loss(memory):
             assert len(list(pipe.stages[1].module.parameters())) == 2 * last
 
 
+def test_the_target_of_a_first_step_has_the_loss_counted_in_the_cut():
+    x = torch.randn(512, 64)
+    with compiled(None, Layers(), two_layers_more, example_target=None) as pipe:
+        pipe.step(x, target=x)
+        assert len(list(pipe.stages[1].module.parameters())) == 2 * 3
+
+
+def test_a_loss_that_is_seen_after_the_cut_is_predicted_if_the_mini_batch_is_as_large():
+    x = torch.randn(512, 64)
+    found = []
+    for target in None, x:
+        given = {"example_inputs": (x,), "example_target": target}
+        with compiled(None, Layers(), two_layers_more, **given) as pipe:
+            pipe.step(x, target=x)
+            found.append([sum(seconds) for seconds in seconds_of_loss(pipe.timeline())])
+    assert found[0] == pytest.approx(found[1]) and all(found[0])
+    with compiled(
+        None, Layers(), two_layers_more, example_inputs=(x,), example_target=None
+    ) as pipe:
+        pipe.step(x[:256], target=x[:256])
+        assert seconds_of_loss(pipe.timeline()) == [[], []]
+
+
 def test_a_plan_has_the_last_stage_do_less_where_it_computes_a_dear_loss():
     x = torch.randn(512, 64)
     options = {"example_inputs": (x,), "chunks": 4}
