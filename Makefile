@@ -27,7 +27,7 @@ test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # what "test" has no time for: comparisons of plans with all other possibilities at more points, and
-# products of parameters of which "test" has each two values together once
+# products of parameters of which "test" has as many as cover all values, or all pairs of them
 long: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto -m long
 

@@ -85,7 +85,8 @@ class Mode:
     expected_loss: SavedByLoss | str = NO_TARGET
     """What the loss will save for its backward, or why that is not known when the model is cut."""
     seen_loss: SavedByLoss | None = None
-    """The same since the first step, where no target was known when the model was cut."""
+    """What the loss saves and how long it takes, known by the target of the first step, where the
+    model was cut without one; else None."""
     is_checked: bool = False
     """Whether the check has run the model on parts of samples, and compared its outputs."""
     differing: frozenset[str] = frozenset()

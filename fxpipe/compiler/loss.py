@@ -244,7 +244,7 @@ class MiniBatch:
     readings: Sequence[Target]
     """The ways in which the target may be cut into micro-batches, the likeliest first."""
     target: Any = None
-    """The target as it is given."""
+    """The target that the user has given to the step, not taken apart; None: there is none."""
 
 
 def _along_another(target: Tensor, batch: int) -> str:

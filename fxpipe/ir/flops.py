@@ -21,23 +21,7 @@ from fxpipe.ir._torch import schema_of
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
-@torch.library.custom_op("fxpipe::made", mutates_args=())
-def made(
-    given: Sequence[Tensor],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    work: Sequence[int],
-    products: Sequence[int],
-) -> Tensor:
-    """An uninitialised tensor, made from those that are given by operators that do not run: stands
-    for their work. ``work`` has their FLOPs, the bytes that they read and write, and their number;
-    ``products`` has the same for those of them that are products, and the bytes of their
-    results."""
-    return given[0].new_empty(shape, dtype=dtype)
-
-
-@made.register_fake
-def _(
+def _uninitialised(
     given: Sequence[Tensor],
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -45,6 +29,13 @@ def _(
     products: Sequence[int],
 ) -> Tensor:
     return given[0].new_empty(shape, dtype=dtype)
+
+
+made = torch.library.custom_op("fxpipe::made", _uninitialised, mutates_args=())
+"""An uninitialised tensor, made from those that are given by operators that do not run: stands for
+their work. ``work`` has their FLOPs, the bytes that they read and write, and their number;
+``products`` has the same for those of them that are products, and the bytes of their results."""
+made.register_fake(_uninitialised)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:

@@ -31,7 +31,7 @@ class Output:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a call gives and takes.
+    """What a call returns, and how much work and memory it takes, for when it does not run.
 
     Attributes:
         outputs: the tensors that it gives.
