@@ -8,6 +8,7 @@ choose among the kernels of the CPU. All tests have to pass whatever these four 
 
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 # Inductor keeps compiled code on disk, and does not tell code for one set of kernels from code for
@@ -69,22 +70,42 @@ def _with_threads(work, wanted, queue, threads, ready):
 
 @pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
 def pytest_collection_modifyitems(items):
-    """A product of parameters marked ``covering(n)`` has runs that are long, and runs that are not:
-    these have any ``n`` of the values together at least once."""
-    marked = (item for item in items if item.get_closest_marker("covering"))
-    for _, runs in groupby(marked, lambda item: item.function):
-        product = list(runs)
-        for item in _left_out(product, *product[0].get_closest_marker("covering").args):
-            item.add_marker(pytest.mark.long)
+    """Which runs of a test with parameters are long, by its marks.
+
+    Of a product of parameters marked ``covering(n)`` as many are not long as have any ``n`` of the
+    values together at least once. Of runs marked ``one_in(k)`` every k-th is not long, from the
+    first on. A test with both marks has one in k of the runs that the other mark leaves.
+    """
+    for _, runs in groupby(items, lambda item: item.function):
+        marked = list(runs)
+        if covering := marked[0].get_closest_marker("covering"):
+            _make_long(left_out(marked, *covering.args))
+        if one_in := marked[0].get_closest_marker("one_in"):
+            rest = [item for item in marked if not item.get_closest_marker("long")]
+            _make_long(item for i, item in enumerate(rest) if i % one_in.args[0])
 
 
-def _left_out(product, together):
+def _make_long(items):
+    for item in items:
+        item.add_marker(pytest.mark.long)
+
+
+def left_out(product, together):
     """The items that are not needed for each ``together`` values to be in one of the others. At
-    each turn that item is kept which has most that none has had yet."""
+    each turn that item is kept which has most that none has had yet and, of several such items, one
+    whose values the others have least often."""
     has = {item: set(combinations(_values(item), together)) for item in product}
     lacking = set().union(*has.values())
+    uses = Counter()
     while lacking:
-        most = max(has, key=lambda item: len(has[item] & lacking))
+        most = max(
+            has,
+            key=lambda item: (
+                len(has[item] & lacking),
+                -sum(uses[value] for value in _values(item)),
+            ),
+        )
+        uses.update(_values(most))
         lacking -= has.pop(most)
     return list(has)
 

@@ -9,6 +9,7 @@ from tests.delays import MODELS, WAYS, Subject
 PAIRS = list(zip(MODELS, WAYS * 2, strict=False))  # each model in another way
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_whichever_lane_is_slow_the_bits_are_the_same(name, way):
     subject = Subject(name, way)

@@ -26,6 +26,7 @@ X = torch.ones(6, 12)
 TWO = ["cpu", "cpu"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_pipeline_survives(way):
     model, x = ResNet(), torch.randn(6, 3, 8, 8)
@@ -149,6 +150,7 @@ def test_inputs_are_let_go_after_a_call():
         gc.enable()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runs", ["model", "pipeline"])
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 def test_other_threads_go_on_while_a_model_is_compiled(tracer, runs):

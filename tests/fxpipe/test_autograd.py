@@ -180,6 +180,7 @@ def default_recursion_limit():
     sys.setrecursionlimit(before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_long_chain_compiles_trains_and_is_freed_within_the_default_recursion_limit(
     checkpoint, default_recursion_limit
@@ -245,6 +246,7 @@ class RunAgain(nn.Module):
         return torch.tanh(self.b(torch.tanh(self.a(x))))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": "always"}, {"checkpoint": "always", "checkpoint_segments": 2}],

@@ -33,6 +33,7 @@ def assert_like_the_loop(model, call, inputs, chunks=3):
     assert same(gradients(model), expected[1])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", [*MODELS, "tied"])
 def test_outputs_and_gradients_are_those_of_the_loop_in_all_modes_and_batch_sizes(name, dynamic):

@@ -24,6 +24,7 @@ def inferring(model, devices=2, **options):
 # --------------------------------------------------------------------------------- what it computes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_those_of_the_loop_over_micro_batches_bit_for_bit(name, stages):

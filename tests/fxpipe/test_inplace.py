@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("make", CASES)
 def test_values_gradients_and_buffers_are_those_of_the_loop(make, checkpoint):
@@ -345,6 +346,7 @@ WRITES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("way", ["module", *WRITES])
 def test_a_buffer_that_is_written_to_several_times_is_that_of_the_loop(way, tracer):

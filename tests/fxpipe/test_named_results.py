@@ -66,6 +66,8 @@ def taken(graph):
     return next((node, of) for node, of in pairs if not isinstance(of.meta["val"], torch.Tensor))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("name", NAMED)
 def test_results_are_taken_by_their_names_in_the_stage_that_computes_them(name, tracer):

@@ -54,6 +54,7 @@ def stepped(name, schedule, checkpoint, rows=8, **options):
         return [losses, gradients(model), list(model.buffers())], pipe.step_graph.graph
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", NAMES)
 def test_steps_of_any_schedule_give_the_bits_of_those_that_keep_all(schedule):
     kept, _ = stepped("unet", schedule, "never")
@@ -65,6 +66,7 @@ def test_steps_of_any_schedule_give_the_bits_of_those_that_keep_all(schedule):
     assert schedule not in ("gpipe", "zb_h1", "looped_bfs") or left
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 @pytest.mark.parametrize(
     "mode", ["offload", ["offload", "always"], ["never", "offload"], ["offload 1/2", "offload 2/3"]]

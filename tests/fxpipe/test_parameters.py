@@ -137,6 +137,7 @@ def run(outputs: list[Tensor]) -> Tensor:
     return torch.cat([output.detach() for output in outputs])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint):
@@ -263,6 +264,7 @@ def test_outputs_that_nothing_of_the_batch_is_in_are_given_as_they_are(tracer):
     torch.testing.assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_pytorch_s_own_transformers_are_cut_between_their_layers(training):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -316,6 +318,7 @@ class Taught(nn.Module):
         return F.mse_loss(y, self.taught(x))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore::fxpipe.BatchWarning")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("is_moved_first", [False, True])

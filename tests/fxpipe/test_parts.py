@@ -15,6 +15,7 @@ from fxpipe.schedule import NAMES
 from tests.zoo import MODELS, gradients, loop, loss_of, mean_loss, same
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["always 1/2", ["always 3/4", "always 1/3", "never"]])
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_give_the_bits_of_the_loop(name, mode):
@@ -43,6 +44,7 @@ def stepped(name, schedule, checkpoint, **options):
     return losses, gradients(model), list(model.buffers())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("mode", ["always 1/2", "always 3/4"])
 def test_steps_of_any_schedule_give_the_bits_of_those_that_keep_all(schedule, mode):

@@ -39,11 +39,13 @@ def stepped(*args, **options):
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", NAMES)
 def test_steps_of_any_schedule_give_the_bits_of_those_that_keep_all(schedule):
     assert same(stepped("unet", schedule, "never"), stepped("unet", schedule, "selective"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 @pytest.mark.parametrize("options", [{}, {"checkpoint_segments": 2}])
 @pytest.mark.parametrize("mode", ["selective", ["selective", "always"], ["never", "selective"]])

@@ -53,6 +53,7 @@ def piped(model, **options):
     return fxpipe.compile(model, ["cpu", "cpu"], **{"chunks": 3, "training": False, **options})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Past, Slots])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_callers_object_gets_what_the_model_puts_into_it(kind, training):

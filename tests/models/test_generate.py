@@ -89,6 +89,7 @@ def continued(model, prompt=PROMPT, seed=7, **options):
     return model.generate(prompt, max_new_tokens=NEW, **{"do_sample": False, **options})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_tokens_are_those_of_the_model_on_the_same_micro_batches(make, stages):

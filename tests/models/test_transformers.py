@@ -57,6 +57,7 @@ def bert():
     return transformers.BertForMaskedLM(config).train()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [gpt2, bert])
 def test_ten_adam_steps_on_real_text_are_those_of_the_model(make):
     model = make()
@@ -129,6 +130,7 @@ def next_byte(output, x: Tensor) -> Tensor:
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", NAMES)

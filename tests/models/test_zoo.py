@@ -16,6 +16,8 @@ FAST = [entry for entry in entries().values() if entry.fast]
 pytestmark = pytest.mark.one_thread  # as the loop in compare() has
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [(True, "always"), (False, "never")], ids=called)
 @pytest.mark.parametrize("entry", FAST, ids=lambda entry: entry.name)
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(entry, case):

@@ -61,6 +61,7 @@ def copies(tensors):
     return tuple(tensor.clone() for tensor in tensors)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_gradients_buffers_and_inputs_are_the_models_after_every_pass(name, checkpoint):
@@ -113,6 +114,7 @@ def test_with_deferred_batch_norm_running_statistics_are_those_of_the_whole_batc
     assert seen[0] == "batch_norm"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_that_a_backend_compiles_compute_what_the_model_does(name, checkpoint):
@@ -142,6 +144,7 @@ class Loss(nn.Module):
         return loss_of(output)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)

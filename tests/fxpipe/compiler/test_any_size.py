@@ -165,6 +165,7 @@ class Masked(nn.Module):
         return self.b(weights @ y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lengths", [(4, 7, 2, 5, 3), (7, 4, 3, 2, 5), (2, 6, 4)])
 def test_a_length_may_be_the_number_of_rows_of_the_batch_or_of_a_micro_batch(lengths):
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def chosen(pipe):
     return pipe._runner.options.choice
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("given", [{}, {"chunks": 4}, {"stages": 4}, {"chunks": "auto"}])
 def test_it_is_as_fast_as_the_best_that_tune_finds(given):
     number = given.get("chunks")
@@ -184,6 +185,7 @@ def test_there_is_no_advice_against_what_is_predicted_to_be_fastest():
         assert "advice: with chunks=" not in str(pipe.report())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("costs", ["analytic", "measured"])
 @pytest.mark.parametrize("left", [{"schedule": "auto"}, {"schedule": "zbv", "chunks": "auto"}])
 def test_a_plan_is_of_what_would_be_chosen(left, costs):

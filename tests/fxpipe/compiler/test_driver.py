@@ -151,6 +151,7 @@ def test_that_a_constant_makes_it_compile_again_and_again_is_said():
     ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "given, what",
     [
@@ -245,6 +246,7 @@ class RowByRow(nn.Module):
         return self.b(y), y.t()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "rows, chunks, taken",
     [(6, 3, 3), (6, 6, 6), (6, 4, 3), (6, None, 6), (5, 3, 1), (1, 2, 1), (10, None, 5)],

@@ -148,6 +148,7 @@ def test_what_is_needed_only_while_it_runs_counts():
     fxpipe.compile(model, ["cpu"] * 2, memory=needed, **options).close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chunks", [4, "auto"])
 def test_where_nothing_fits_as_a_whole_stages_are_recomputed_in_segments(chunks):
     layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16))

@@ -91,6 +91,7 @@ def total(outputs):
     return sum(torch.sin(output).sum() for output in outputs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cut", ["auto", random_cut(3, 2)], ids=["auto", "random"])
 @pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("first", [True, False], ids=["train first", "eval first"])

@@ -64,6 +64,7 @@ def test_a_number_that_is_computed_with_is_to_be_a_tensor(tracer):
         assert len(pipe.compilations) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("kind", [Looped, Indexed])
 def test_a_number_that_decides_what_is_computed_is_not(kind, tracer):

@@ -47,6 +47,7 @@ def calls_as_the_loop(pipe, model, x, chunks):
     assert same(list(model.buffers()), list(reference.buffers()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("first", [16, 9, 3, 2])
 @pytest.mark.parametrize("batch, chunks", [(16, 8), (9, 4), (5, 2), (3, 1), (2, 1)])
 def test_no_micro_batch_is_smaller_than_the_model_takes(batch, chunks, first):
@@ -72,6 +73,7 @@ class Siamese(Normed):
         return nn.functional.cross_entropy(scores, torch.tensor([*range(len(x))]), reduction="none")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batch, chunks", [(3, 1), (2, 1), (6, 3), (9, 3), (5, 1)])
 @pytest.mark.parametrize("kind", [Listing, Siamese])
 @pytest.mark.filterwarnings("ignore::fxpipe.BatchWarning")

@@ -96,6 +96,7 @@ class Counting:
 # ------------------------------------------------------------------------------ what it computes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("how", ["pipe(x)", "gpipe", "1f1b", "zb_h1"])
 def test_with_eager_backends_bits_are_those_of_the_stages_as_they_are(how, checkpoint):
@@ -123,6 +124,7 @@ class WithContexts(nn.Module):
         return last(x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_what_export_puts_into_contexts_of_grad_mode_and_autocast_is_compiled(schedule):
     x = torch.randn(8, 8)

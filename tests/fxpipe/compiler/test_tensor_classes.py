@@ -65,6 +65,7 @@ def tagged() -> Tensor:
     return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("asks", [is_an_image, is_plain])
 @pytest.mark.parametrize("order", [1, -1])
 def test_each_class_of_an_input_has_a_program(asks: Callable[[Tensor], bool], order: int) -> None:

@@ -96,6 +96,7 @@ def stepped(model: nn.Module, count: int = 2, **options: Any) -> tuple[list[Tens
     return list(model.buffers()), told
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_what_is_written_in_another_order_than_in_a_loop_is_told_of_once(

@@ -467,6 +467,7 @@ class Normed(nn.Module):
         return self.norm(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_more_micro_batches_are_not_advised_without_a_word_on_batch_norm(tracer, deferred):

@@ -59,6 +59,7 @@ def compiled(model, **options):
     return fxpipe.compile(model, TWO, chunks=2, example_inputs=(torch.randn(6, 8),), **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("by", ["function", "hook"])
 @pytest.mark.parametrize("name", ACROSS)
 def test_a_backward_that_puts_rows_together_is_refused(name, by):

@@ -132,6 +132,7 @@ class Labelled(Reader):
         return super().forward(text, labels)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_later_batch_is_checked_cut_as_the_model_has_been_compiled(seed: int) -> None:
     """The tokens are independent of each other, so that such a batch could be cut along its tokens:
@@ -275,6 +276,7 @@ def _lengths(target):
     return target["n"].sum()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loss_weight", [None, _lengths])
 @pytest.mark.parametrize("sizes", [(16, 10), (16, 3), (3, 16), (16, 1, 20, 2)])
 def test_a_later_mini_batch_may_have_fewer_rows_than_the_one_compiled_for(sizes, loss_weight):

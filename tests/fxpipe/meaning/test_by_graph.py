@@ -171,6 +171,7 @@ MIXING = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_that_are_mixed_are_refused_with_what_the_model_does(name):
     with (
@@ -341,6 +342,7 @@ APART = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", APART)
 def test_operators_are_known_that_keep_rows_apart(name):
     between, expected = APART[name]

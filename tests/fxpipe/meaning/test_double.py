@@ -59,6 +59,7 @@ class SingleWithin(Doubled):
         return F.linear(hidden, weights[1]).double()[:, :4]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Doubled, Complex, DoubleHead, DoubleInput, SingleWithin])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_computes_in_single_precision_may_return_double(kind, seed):

@@ -134,6 +134,7 @@ IN_TORCH = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", MAKE + IN_TORCH)
 def test_rows_that_see_each_other_beside_random_numbers_are_refused(make):
     model = Net(make, lambda h: h - h.mean(0))
@@ -177,6 +178,7 @@ def mixed(weight):
     return make
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "weight",
     [

@@ -58,6 +58,8 @@ def stepped(loss_fn, x, target, **options):
         return loss, loss_fn(pipe.module(x), target), [str(each.message) for each in caught]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 4, 8, 15])
 @pytest.mark.parametrize("loss_fn", [masked_mean, mean_of_chosen])
 def test_a_mean_over_few_rows_is_told_of_and_is_no_sum(loss_fn, count):
@@ -74,6 +76,8 @@ def test_a_weight_that_is_zero_where_there_is_a_loss_is_not_proposed():
     assert "loss_weight=lambda target: target[1].sum()" in text
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 15])
 @pytest.mark.parametrize("loss_fn", [masked_mean, mean_of_chosen])
 def test_the_weight_of_such_a_mean_is_taken(loss_fn, count):
@@ -84,6 +88,7 @@ def test_the_weight_of_such_a_mean_is_taken(loss_fn, count):
         assert not said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 15])
 def test_a_sum_over_few_rows_is_found_to_be_one(count):
     for seed in range(6):
@@ -93,6 +98,7 @@ def test_a_sum_over_few_rows_is_found_to_be_one(count):
         assert not said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_mean_over_few_rows_by_their_label_is_told_of(count):
     for seed in range(6):
@@ -112,6 +118,7 @@ class ItsOwnLoss(nn.Module):
         return mean_of_positives(self.net(x), labels)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_models_own_mean_over_few_rows_is_told_of(count):
     for seed in range(6):
@@ -121,6 +128,7 @@ def test_a_models_own_mean_over_few_rows_is_told_of(count):
             pipe.step(x, mask.long())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weight", [[1.0, 9.0], [1.0, 1.0, 1.0, 9.0, 1.0, 1.0]])
 def test_a_cross_entropy_with_weights_of_classes_is_told_of_with_the_weight_that_it_needs(weight):
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor(weight))

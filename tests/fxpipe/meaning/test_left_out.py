@@ -145,6 +145,7 @@ def test_lengths_that_are_all_equal_may_be_shorter_in_a_later_batch():
         assert told(lambda: pipe.step(x, target=(y, uneven))) == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", [torch.ones(4, 3), torch.ones(4, 3, dtype=torch.long)])
 @pytest.mark.parametrize("is_met", [lambda m: m == 1, lambda m: m > 0.5, lambda m: m.bool()])
 def test_a_mask_in_which_all_count_has_others_in_which_some_do_not(mask, is_met):
@@ -346,6 +347,7 @@ class Reader(nn.Module):
         return self.loss_fn(self.layers(x), labels)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("loss_fn", [mean_of_words, ignoring_zero])
 def test_a_model_whose_own_loss_makes_the_mask_is_told_of_too(loss_fn, tracer):
@@ -372,6 +374,7 @@ class OfKnown(nn.Module):
         return ((self.layers(x) - y).abs() * is_known).sum() / is_known.sum()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_step", [True, False])
 @pytest.mark.parametrize("is_multiplied", [True, False])
 def test_values_missing_in_any_input_of_a_model_that_returns_its_loss_are_noticed(

@@ -209,6 +209,7 @@ def test_a_list_of_targets_goes_with_a_list_of_inputs(model, counts):
     stepped(model, box_loss, images(4), targets(*counts), (0, 2, 4))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("counts", [(2, 1, 4, 3, 2), (5, 5, 5, 5, 5)])
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_of_targets_goes_with_the_rows_of_a_tensor(counts, kind):

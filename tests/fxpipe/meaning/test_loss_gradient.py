@@ -121,6 +121,7 @@ def messages_of(loss: Callable[..., Any], dtype: torch.dtype | None = None, **mo
     return "\n".join(str(each.message) for each in caught)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "loss", [balanced, relative, normalized, whitened, compared_without_gradient]
 )
@@ -142,6 +143,7 @@ def test_a_gradient_that_depends_on_all_rows_is_in_the_report() -> None:
     assert OTHER in " ".join(str(pipe.explain()).split())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "loss", [focal, policy, straight_through, doubled, clipped, added_up, at_zero]
 )

@@ -29,6 +29,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weight", [None, "rows", "sum", lambda target: len(target["y"])])
 @pytest.mark.parametrize("chunks", [4, 8])
 def test_a_weight_for_each_of_as_many_classes_as_there_are_rows_is_refused(weight, chunks):
@@ -43,6 +44,7 @@ def test_a_weight_for_each_of_as_many_classes_as_there_are_rows_is_refused(weigh
         pipe.step(X, target=TARGET)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weight", [None, "rows", lambda target: target["w"][target["y"]].sum()])
 @pytest.mark.parametrize("chunks", [4, 8])
 def test_a_weight_for_each_class_that_the_loss_takes_whole_only_is_refused(weight, chunks):

@@ -23,6 +23,7 @@ def scores() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("first", [True, False], ids=["at once", "after others"])
 @pytest.mark.parametrize("rows", [12, 4])
 def test_a_loss_of_pairs_is_told_of_once_a_micro_batch_has_an_odd_number_of_rows(rows, first):

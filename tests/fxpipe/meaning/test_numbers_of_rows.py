@@ -77,6 +77,7 @@ def is_refused(model: nn.Module, *inputs) -> bool:
     return False
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("name", [*FIRST_ROW, *ALL_ROWS])
 def test_a_model_that_looks_at_numbers_of_other_rows_is_right_or_refused(name: str, numbers):
@@ -84,6 +85,7 @@ def test_a_model_that_looks_at_numbers_of_other_rows_is_right_or_refused(name: s
     is_refused(Model((FIRST_ROW | ALL_ROWS)[name]), torch.randn(ROWS, 4), numbers)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in FIRST_ROW if name != "table(g[0])"])
 def test_so_is_one_that_looks_at_the_flag_of_the_first_row(name: str):
     flags = torch.arange(ROWS) % 3 > 0
@@ -97,6 +99,7 @@ def weighed(h, w, table):
     return h * (w / w.sum().clamp(min=1))[:, None]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
 def test_a_mask_that_is_divided_by_its_sum_is_refused(dtype, is_scaled: bool):
@@ -122,6 +125,7 @@ class Prompted(nn.Module):
         return self.table(ids).tanh().mean(1) + self.table(self.task(ids))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("most", [2, 3, CLASSES])
 @pytest.mark.parametrize(
     "task", [lambda ids: ids[0, 0], lambda ids: ids[:1, 0], lambda ids: ids.flatten()[0]]
@@ -139,6 +143,7 @@ OWN = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("of_its_own", OWN.values(), ids=OWN)
 def test_a_model_that_looks_at_each_rows_own_number_is_taken(of_its_own, numbers):
@@ -146,6 +151,7 @@ def test_a_model_that_looks_at_each_rows_own_number_is_taken(of_its_own, numbers
     assert not is_refused(Model(of_its_own), torch.randn(ROWS, 4), numbers)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_sequences_that_are_all_full_are_packed(length: int):
     class Packed(nn.Module):

@@ -102,6 +102,7 @@ def assert_that_steps_are_the_models(
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loss_fn", [total, total_by_length, entropy])
 @pytest.mark.parametrize(
     ("make", "batch", "options"),
@@ -218,6 +219,7 @@ def embedded() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "batches",
     [

@@ -132,6 +132,7 @@ class Policy(nn.Module):
         return DISTRIBUTIONS[self.kind](self.mean(x), self.spread(x), self.validate)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("validate", [None, True, False])
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_the_shapes_of_a_distribution_are_those_of_the_mini_batch(kind, validate):

@@ -152,6 +152,7 @@ MASK = torch.arange(12) < torch.randint(3, 13, (32, 1))
 MISSING, FILLED = Y.masked_fill(~MASK, torch.nan), Y.masked_fill(~MASK, -1000.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loss_fn, target, code",
     [
@@ -243,6 +244,7 @@ def test_so_it_does_for_labels_within_a_dict_of_arguments(loss_fn, y, code):
         torch.testing.assert_close(pipe.step(batch), model(batch).detach())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("left_out", [-100, -1, 2, 255])
 def test_so_it_does_for_weights_of_classes_and_a_label_that_is_left_out(left_out: int):
     torch.manual_seed(1)

@@ -61,6 +61,7 @@ class Ranked(nn.Module):
         return weight / torch.zeros(1000).index_add(0, query, weight)[query]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", [Graph, Edges])
 def test_the_edges_of_one_graph_are_not_cut_into_micro_batches(kind: type[Graph], seed: int):
@@ -73,6 +74,7 @@ def test_the_edges_of_one_graph_are_not_cut_into_micro_batches(kind: type[Graph]
         pipe(nodes, edges)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("groups", [3, 16, 40])
 @pytest.mark.parametrize("kind", [Packed, Ranked])
 def test_rows_of_equal_numbers_that_see_each_other_are_refused(kind: type[nn.Module], groups: int):

@@ -45,6 +45,7 @@ class Experts(nn.Module):
         return {"loss": loss}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.01, 0.001])
 def test_a_small_part_of_a_loss_that_mixes_rows_is_told_of(share, seed):

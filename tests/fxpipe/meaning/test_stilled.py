@@ -125,6 +125,7 @@ def warnings_of(model, **options):
     return [str(w.message) for w in caught if issubclass(w.category, fxpipe.BatchWarning)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("read", READS)
 def test_running_statistics_that_the_forward_reads_are_warned_of(read, functional):

@@ -42,6 +42,7 @@ def batch(rows=7):
     return torch.randn(rows, 6), torch.arange(rows) % 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("rows", [2, 7, 16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -137,6 +138,7 @@ def test_a_loss_function_over_tokens_is_warned_of():
         pipe.step(x, target=y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_step_adds_up_a_models_loss_that_is_a_sum(schedule):
     model, inputs = Classifier(), batch()
@@ -219,6 +221,7 @@ def of_texts(frames, symbols):
     return torch.randn(8, frames, 8), target
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("symbols", [8, 14, 16])
 def test_a_mean_is_no_sum_though_it_is_infinite_for_other_texts(symbols, check):

@@ -65,6 +65,7 @@ def test_a_mean_over_rows_is_none_of_these(name):
     torch.testing.assert_close(loss, whole.detach())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ignored", [255, -1, -100])
 @pytest.mark.parametrize(
     "where",

@@ -54,6 +54,7 @@ class Pooled(BySlice):
         return super().forward(ids, lengths).mean(1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [BySlice, ByItem, TwiceInALine, Pooled])
 def test_a_size_that_goes_by_values_is_told_with_the_input_the_line_and_the_values(kind):
     with pytest.raises(fxpipe.BatchError) as error:

@@ -59,6 +59,7 @@ def masked_mean(output: Tensor, target: dict[str, Tensor]) -> Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("loss_fn", [sum_by_a_number, widened_mean, narrowed_sum])
 def test_what_a_loss_is_does_not_hang_on_the_precision_that_it_is_computed_in(loss_fn, dtype):

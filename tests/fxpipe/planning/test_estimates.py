@@ -137,6 +137,7 @@ def test_a_prediction_counts_what_is_brought_once():
     assert back.start == pytest.approx(apart.of_lane(1)[-1].end)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devices):
@@ -399,6 +400,7 @@ class TiedLayers(nn.Sequential):
         self[4].weight = self[1].weight
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
 @pytest.mark.parametrize("make", [MLP, TiedLayers])

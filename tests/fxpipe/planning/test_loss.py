@@ -44,6 +44,7 @@ def compiled(memory="1GiB", model=None, loss_fn=cross_entropy, **options):
     return fxpipe.compile(model, ["cpu"] * 2, memory=memory, loss_fn=loss_fn, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_is_expected_ahead_of_the_first_step_is_what_the_step_saves(schedule, checkpoint):

@@ -39,6 +39,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(loss_timer, "timer_of", lambda device: Timer())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", [Language, OneSize])
 @pytest.mark.parametrize("target", [LABELS, LABELS.to("meta")])
 def test_the_loss_of_one_micro_batch_is_measured(model, target):

@@ -85,6 +85,7 @@ class Experts(nn.Module):
         return self.out(x) * counts.sum() + torch.arange(8)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("default", ["cpu", "meta"])
 def test_a_model_that_asks_what_kind_of_device_it_is_on_has_the_same_plan_on_meta(tracer, default):
@@ -105,6 +106,7 @@ def costs_of(model, inputs):
     return {node.name: node.meta[COST] for node in stage_nodes(prices.with_costs(4).graph)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixture_of_experts_is_planned_with_their_products_and_on_meta_alike(dtype):
     transformers = pytest.importorskip("transformers")

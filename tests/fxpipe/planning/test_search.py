@@ -81,6 +81,8 @@ def every_plan(search, rows, stages=(None,)):
     return found
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", [FREE_LINKS, SLOW], ids=["free", "slow"])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_named_schedule_with_any_number_of_micro_batches_is_faster(name, spec):
@@ -93,6 +95,7 @@ def test_no_named_schedule_with_any_number_of_micro_batches_is_faster(name, spec
     assert with_own[0].seconds <= best.seconds * (1 + 1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", [0.9, 0.7])
 def test_no_named_schedule_that_fits_is_faster_under_a_limit_of_memory(part):
     free, _ = search_of("long")
@@ -107,6 +110,8 @@ def test_no_named_schedule_that_fits_is_faster_under_a_limit_of_memory(part):
     assert max(found[0].plan.memory) <= part * most * (1 + 1e-9)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("lanes", "spec"), [(2, FREE_LINKS), (3, SLOW)], ids=["2 with free links", "3 with slow links"]
 )

@@ -201,6 +201,7 @@ def test_checkpoints_that_are_chosen_for_a_limit_of_memory_are_alike_on_all_rank
     assert_same(*on_both(pool, train, tanh_layers, calls, ranks=2, **options))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("modes", [["offload", "always"], ["selective", "offload"]])
 def test_ranks_keep_and_bring_back_activations_as_lanes_do(pool, modes):
     options = {"chunks": 4, "schedule": "gpipe", "checkpoint": modes}

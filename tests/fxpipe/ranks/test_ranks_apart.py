@@ -113,6 +113,7 @@ def test_an_answer_that_comes_when_a_rank_has_just_stopped_waiting_is_taken(pool
     assert pool.run(jobs.just_in_time, ranks=2) == ["here"] * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "kind, message",
     [
@@ -136,6 +137,7 @@ def test_ranks_that_do_not_do_the_same_all_say_so(pool, kind, message):
             assert message in each
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_meta", [False, True])
 def test_inputs_are_given_to_the_ranks_that_need_their_values_only(pool, is_meta):
     call = Call((X,), torch.randn(8))

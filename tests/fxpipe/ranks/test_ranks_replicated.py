@@ -34,6 +34,7 @@ def assert_same(found, reference):
             assert [name for name in whole if not same(together[name], whole[name])] == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp")])
 def test_replicas_with_different_rows_train_as_one_process_with_all_rows(pool, names):
     """Seven rows here and five there, all of one weight; the norm of all gradients is clipped."""

@@ -43,6 +43,7 @@ def assert_same(found, reference, calls):
         assert same(rank.output, torch.cat([model(part) for part in x.tensor_split(CHUNKS)]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_replicas_with_shards_train_as_one_process_with_all_rows(pool, schedule):
     """Seven rows here and five there, and five features, which do not divide by two. The sum of two
@@ -58,6 +59,7 @@ RECOMPUTED_AHEAD = """
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "schedule", ["1f1b", Schedule.from_text(RECOMPUTED_AHEAD)], ids=["1f1b", "own"]
 )

@@ -17,6 +17,7 @@ def skipping() -> Chain:
     return Chain(4, {0: (2, 3)})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "schedule, ranks", [("gpipe", 4), ("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2)]
 )

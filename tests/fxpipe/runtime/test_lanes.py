@@ -120,6 +120,7 @@ def test_lanes_on_the_cpu_share_as_many_threads_as_there_are_cores():
     assert shared_out([other, cpu, cpu, other, cpu], 2) == [(0,), (1, 4), (2,), (3,)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_thread_runs_another_of_its_lanes_while_one_waits(monkeypatch, lanes, threads, schedule):

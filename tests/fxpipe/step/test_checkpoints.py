@@ -19,7 +19,7 @@ from passes.common.segments import counts
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
 @pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
@@ -49,6 +49,7 @@ ANY_ORDER = """
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [6, 2])
 @pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
 def test_recomputations_in_any_order_change_nothing(name, rows):
@@ -128,6 +129,7 @@ def test_a_smaller_batch_is_recomputed_as_far_as_its_mode_says():
             assert {(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes} == again
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("segments", [1, 3, [3, 2, 4, 1]])
 @pytest.mark.parametrize(
     ("schedule", "modes"),

@@ -17,6 +17,7 @@ from tests.zoo import MLP, MODELS, Tied, gradients, loss_of, mean_loss, same, st
 ALL = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", ALL)
 def test_loss_and_gradients_are_those_of_the_loop_in_that_order(name, schedule):
@@ -34,6 +35,7 @@ def test_loss_and_gradients_are_those_of_the_loop_in_that_order(name, schedule):
         assert same(list(model.buffers()), list(reference.buffers()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])
 def test_loss_and_gradients_are_those_of_the_whole_batch(name, schedule):

@@ -111,6 +111,7 @@ def test_its_bits_are_those_of_the_weighted_loop():
     assert same(gradients(model), gradients(twin))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("own", [True, False], ids=["own loss", "loss_fn"])
 def test_a_step_of_every_schedule_is_the_models_own(schedule, own):
@@ -448,6 +449,7 @@ def of_groups(reduction):
     return loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("reduction", "weight", "says"),
     [

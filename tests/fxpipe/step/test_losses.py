@@ -73,6 +73,7 @@ def kinds(value: object) -> object:
     return (type(value), kinds(vars(value))) if isinstance(value, Found) else type(value)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("kind", ["dict", "list", "tuple", "dataclass"])

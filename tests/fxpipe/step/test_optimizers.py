@@ -86,6 +86,7 @@ def test_a_scaler_that_is_not_enabled_changes_nothing():
     assert same(list(model.parameters()), list(twin.parameters()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_optimizer_may_step_each_stage_as_soon_as_its_gradients_are_done(kind, schedule):

@@ -63,6 +63,7 @@ def test_its_gradients_are_those_of_the_loop_and_the_same_in_every_run(name, sch
         assert same(first, wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
 @pytest.mark.parametrize("segments", [1, 2])
 def test_of_a_checkpointed_stage_too(schedule, segments):
@@ -144,6 +145,7 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("of_its_own", [False, True])
 def test_hooks_on_parameters_see_the_sum_as_in_the_loop(schedule, of_its_own):

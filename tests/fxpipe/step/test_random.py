@@ -43,6 +43,7 @@ class Seeded(nn.Module):
         return self.stage_graph(x, int(seed))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint, segments", [("never", 1), ("always", 1), ("always", 2)])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(

@@ -17,6 +17,7 @@ from tests.fxpipe.step.compiled import compiled
 from tests.zoo import MLP, MODELS, UNet, gradients, mean_loss, same, step_of_loop
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
 @pytest.mark.parametrize(
     "make, inputs",

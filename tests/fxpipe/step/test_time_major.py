@@ -52,6 +52,7 @@ def test_a_target_of_which_another_dimension_is_as_large_as_the_batch_is_to_be_t
         pipe.step(x, target=y)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weight", [None, "rows"])
 @pytest.mark.parametrize("chunks", [4, 8])
 def test_it_is_noticed_where_there_are_as_many_times_as_rows(chunks: int, weight: Any) -> None:

@@ -162,6 +162,7 @@ def example_of(model, *inputs, tracer="auto"):
     return fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=inputs, tracer=tracer)
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("way", INPUTS)
 def test_an_input_answers_as_in_a_real_run(way, tracer):

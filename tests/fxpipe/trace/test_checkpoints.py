@@ -79,6 +79,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.covering(1)
 @BOTH
 @KINDS
 def test_no_more_is_saved_than_by_the_model_and_gradients_and_buffers_are_the_models(
@@ -340,6 +341,7 @@ def test_fxpipes_own_checkpoint_in_a_model_is_kept_too(tracer: str) -> None:
     assert same(list(model.buffers()), list(plain.buffers()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @KINDS
 def test_transformers_with_gradient_checkpointing(kind: str, reentrant: bool) -> None:
@@ -434,6 +436,7 @@ def test_a_checkpoint_has_the_options_that_the_model_gives(
     assert region.settings.options == replace(found, writes_again=True)
 
 
+@pytest.mark.covering(1)
 @BOTH
 @KINDS
 def test_deferred_batch_norms_within_them_count_a_mini_batch_once(

@@ -129,6 +129,7 @@ class Averaged(Penalised):
         return F.linear(x, torch.stack(weights).mean(0)), x.sum(1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Penalised, Averaged])
 @pytest.mark.parametrize("at_first", ["trained", "without gradients", "frozen"])
 def test_what_is_computed_with_parameters_alone_has_its_gradient(kind, at_first):

@@ -134,6 +134,7 @@ def test_an_output_may_be_a_parameter() -> None:
     assert torch.equal(output, model(x())[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["GPT2", "Bert"])
 @pytest.mark.parametrize("training", [True, False])
 def test_hugging_face_models_are_traced(name: str, training: bool) -> None:

@@ -217,6 +217,7 @@ class Student(nn.Module):
         return y
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["no_grad first", "no_grad last", "data first", "data last"])
 @pytest.mark.parametrize("is_alike", [False, True])
 def test_a_teacher_that_the_forward_moves_is_moved_by_the_graph_and_not_by_tracing(

@@ -121,6 +121,7 @@ class Frames(nn.Module):
 BOTH = pytest.mark.parametrize("tracer", ["auto", "export"])
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("way", QUESTIONS)
 def test_a_model_whose_output_depends_on_it_is_refused(way: str, tracer: str) -> None:
@@ -170,6 +171,7 @@ def test_repeated_rows_are_several_of_which_one_may_be_without_effect(
         pipe(torch.tensor([[0, 1, 2]] * 8))
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("way", QUESTIONS)
 def test_a_model_may_ask_to_no_effect(way: str, tracer: str) -> None:

@@ -95,6 +95,7 @@ def cold():
         each.clear()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_computes_tensors_after_it_has_been_compiled(kind: str, branches: bool) -> None:

@@ -104,6 +104,7 @@ def test_an_example_that_hides_the_difference_does_not_help(tracer: str) -> None
         pipe(X, torch.ones(4, 4))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["auto", "export"])
 @pytest.mark.parametrize("asks", WAYS)
 def test_a_model_that_does_something_else_without_gradients_is_refused(
@@ -165,6 +166,7 @@ class Padded(nn.Module):
         return self.last(self.encoder(x, src_key_padding_mask=mask))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("padded", [0, 2])
 def test_a_fast_path_of_pytorchs_that_gives_something_else_is_warned_of(

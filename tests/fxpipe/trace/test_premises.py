@@ -44,6 +44,7 @@ def compiled(model, **options):
     return fxpipe.compile(model, TWO, chunks=2, **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize(
     "change",
@@ -104,6 +105,7 @@ class Halved(nn.Tanh):
         return super().forward(x) / 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize(
     "change",
@@ -190,6 +192,7 @@ class Calling(MLP):
         return self.bound(self.closed(x)) * self.first + self.asked.half
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize(
     "change",
@@ -497,6 +500,7 @@ def by_try(module):
         return False
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("look_up", [by_getattr, by_hasattr, of_a_part, by_try])
 @pytest.mark.parametrize("is_part", [False, True], ids=["model", "part"])
@@ -639,6 +643,7 @@ GOES_BY = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("goes_by", GOES_BY)
 def test_a_buffer_may_come_and_go_and_be_of_another_size_or_type(goes_by):
     model = Remembers(GOES_BY[goes_by])

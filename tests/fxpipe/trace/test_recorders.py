@@ -64,6 +64,7 @@ class Lazy(Optional):
         return super().forward(x)
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("called_first", [False, True])
 @pytest.mark.parametrize("kind", [Recorded, Optional, Lazy])
@@ -208,6 +209,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kept_whole", [False, True])
 @pytest.mark.parametrize("tracer", ["auto", "export"])
 @pytest.mark.parametrize("kind", HOOKS)

@@ -73,6 +73,7 @@ def calls(gm: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if node.op == "call_module"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", [Masked, Loss, Routed, Scaled])
 def test_sizes_may_follow_from_values_within_a_model(kind: type[nn.Module], checkpoint: str):
@@ -175,6 +176,7 @@ class OfView(Layers):
         return self.last(k) * total
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize("kind", [FilledAhead, Assembled, FilledBetween, FilledBehind, OfView])
 def test_in_place_writes_keep_their_place_among_what_depends_on_values(
@@ -263,6 +265,7 @@ class WithoutGradients(Layers):
         return self.last(self.inner(nearest) + y) * largest[:, None] + where[:, None]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("tracer", ["auto", "export"])
 def test_sizes_may_follow_from_values_where_gradients_are_off(tracer: str, lanes: int):

@@ -64,6 +64,7 @@ DONE = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["auto", "symbolic", "export"])
 @pytest.mark.parametrize("change", DONE)
 def test_it_is_refused_and_the_model_is_left_as_it_was(change, tracer):

@@ -37,6 +37,7 @@ class Normed(Window):
         self.b = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.BatchNorm1d(4))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Window, Normed])
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_calls_of_other_sizes_find_them_as_in_the_model(

@@ -105,6 +105,7 @@ def in_a_loop(model: nn.Module, x: Tensor, chunks: int) -> Tensor:
     return torch.cat([model(part) for part in x.chunk(chunks)])
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_module_with_a_state_is_kept_whole_and_changes_it_once_a_micro_batch(
@@ -141,6 +142,7 @@ def test_a_module_whose_state_has_mattered_is_kept_whole_when_it_is_compiled_aga
     assert str(vars(model[1])) == str(vars(plain[1]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["except_last", "always"])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_checkpoint_that_runs_it_again_does_not_change_it_twice(

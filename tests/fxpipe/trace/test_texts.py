@@ -41,6 +41,7 @@ def by_assertion(t):
     torch._assert(t > 1, f"length {t}")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("tell", [by_format, by_logger, by_print, by_assertion])
 @pytest.mark.filterwarnings("ignore:.*prints within its forward")

@@ -65,6 +65,7 @@ def same_as_the_loop(pipe: fxpipe.Pipeline, model: nn.Module) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+@pytest.mark.covering(1)
 @TRACERS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_tie_that_is_made_or_undone_is_seen(change, tracer):

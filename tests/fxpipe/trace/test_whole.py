@@ -67,6 +67,7 @@ def test_a_module_that_goes_by_values_is_a_call_in_the_graph() -> None:
     assert not any("forward" in vars(module) for module in model.modules()), "it is as it was"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_it_trains_like_the_model(checkpoint: str) -> None:
     model, x = Mixture(), torch.randn(6, 6)
@@ -513,6 +514,7 @@ def test_sizes_that_turn_out_to_depend_on_values_are_an_error_when_run() -> None
         graph.forward(torch.eye(6)[:4])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_rows_that_are_packed_within_it_cost_the_work_of_the_recurrent_layer(
     kind: type[nn.Module], gates: int

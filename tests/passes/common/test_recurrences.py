@@ -61,6 +61,7 @@ def dispatched(monkeypatch):
     return count
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_it_costs_what_it_costs_when_it_runs_over_all_steps(make, training, monkeypatch):

@@ -105,6 +105,7 @@ def said(model, devices=TWO, chunks=2):
     return [text for text in found if "times as fast as one" in text], report
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("part", "name", "reason", "remedy"),
     [

@@ -110,6 +110,7 @@ def test_any_cut_that_keeps_the_order_gives_the_bits_of_the_loop(case, seed):
         assert same(gradients(own), expected[1]), "gradients"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", MODELS)
 def test_models_cut_anyhow_give_the_bits_of_the_loop(name, seed):

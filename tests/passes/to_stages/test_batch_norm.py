@@ -25,6 +25,7 @@ def close(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
@@ -60,6 +61,7 @@ class Averaging(nn.Module):
         return self.twice(self.second(torch.tanh(self.twice(self.once(self.first(x))))))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_one_without_momentum_need_not_be_deferred(checkpoint, tracer):
@@ -256,6 +258,7 @@ NORMS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("name", NORMS)
 def test_those_that_are_functions_or_kept_whole_defer_too(name, tracer):
@@ -274,6 +277,7 @@ def test_those_that_are_functions_or_kept_whole_defer_too(name, tracer):
             close(model, reference)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: Activated(4)])
 def test_one_that_is_called_twice_in_a_stage_counts_twice(make, tracer):
@@ -376,6 +380,7 @@ class Refined(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 def test_one_that_is_called_several_times_is_updated_in_the_order_of_its_calls(tracer, checkpoint):

@@ -54,6 +54,7 @@ def test_what_is_not_written_to_is_left_alone():
     assert format_graph(WrittenInputs((x,), (0,))(Alias((x,))(gm))) == before
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_values_and_gradients_are_those_of_the_loop(stages, checkpoint):

@@ -118,6 +118,7 @@ def test_what_draws_nothing_is_left_alone():
     assert format_graph(gm) == format_graph(fx.symbolic_trace(model))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_seed_decides_everything_whatever_the_lanes_and_the_checkpoint_mode(kind):
     model, x = kind(), torch.randn(6, 5, WIDTH)

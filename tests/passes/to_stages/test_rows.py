@@ -123,6 +123,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", ["plain", "computed", "normed", "shared"])
 def test_a_step_holds_what_is_there_for_each_micro_batch(kind, schedule):

@@ -14,6 +14,7 @@ from passes.to_stages.segments import opened, segmented
 from tests.zoo import MODELS, gradients, loop, loss_of, parts, same
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("segments", [2, 3, 100])
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_those_of_the_loop(name, segments):

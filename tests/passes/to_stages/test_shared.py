@@ -141,6 +141,7 @@ return mul_1
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)

@@ -99,6 +99,7 @@ CUTS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_gradients_of_all_uses_meet(cut, checkpoint):
@@ -116,6 +117,7 @@ def test_gradients_of_all_uses_meet(cut, checkpoint):
                 assert same(pipe(X), expected[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": "always"}, {"checkpoint": "always", "checkpoint_segments": 2}],
@@ -137,6 +139,7 @@ def test_they_meet_in_a_training_step_too(cut, schedule, options):
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_an_optimizer_steps_it_once_with_all_of_its_gradient(schedule, segments):

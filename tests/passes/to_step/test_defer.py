@@ -70,6 +70,7 @@ def test_a_stage_without_any_stays_as_it_is():
     assert Defer()(gm) is gm
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("needs_input_grad", [False, True])
 def test_both_halves_together_are_the_whole_backward(needs_input_grad, tracer):

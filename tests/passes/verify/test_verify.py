@@ -18,12 +18,14 @@ from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
 from tests.passes.verify.mutants import Mutant, take_out
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpoint, segments", [("never", 1), ("except_last", 1), ("always", 2)])
 def test_pipelines_are_accepted(model, checkpoint, segments):
     Verify()(pipeline_graph(model, checkpoint, segments))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipe_v"]

@@ -62,6 +62,8 @@ def trained(model, x, in_a_step, checkpoint):
     return gradients(model)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("in_a_step", [False, True])
 @pytest.mark.parametrize("module", MODULES)
 def test_gradients_are_those_without_a_checkpoint(module, in_a_step):

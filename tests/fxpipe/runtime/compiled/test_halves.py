@@ -119,6 +119,7 @@ class Counted(Flat):
         return self.last(y.view(-1, 16)).view(rows, length, 8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "second"), [(Flat, "flatten"), (Unflat, "flatten"), (Counted, "view")]
 )
