@@ -26,8 +26,9 @@ demo: .venv/.demo
 test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# what "test" has no time for: comparisons of plans with all other possibilities at more points, and
-# products of parameters of which "test" has as many as cover all values, or all pairs of them
+# what "test" has no time for: the rest of the lists and products of parameters of which it has a part, as
+# many as cover all values or one in so many; comparisons of plans with all other possibilities; training
+# that torchrun starts again. It takes some hours.
 long: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto -m long
 

@@ -41,7 +41,7 @@ from passes.partition.cut.dag import OUTSIDE
 from passes.partition.problem import problem
 from tests.zoo import gradients, loss_of, same, step_of_loop
 
-EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "20"))
 CHANNELS = 4
 
 UNARY = ["conv", "same_conv", "linear", "norm", "tanh", "relu", "relu_", "drop", "view", "scale"]

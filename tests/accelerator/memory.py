@@ -217,6 +217,7 @@ def test_gradients_that_are_on_their_way_do_not_become_more_with_the_micro_batch
     assert max(peaks) < 2 * chunks, "MiB: an input of each, and a few gradients"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
 def test_a_step_needs_what_its_timeline_says(schedule, checkpoint):
@@ -224,6 +225,7 @@ def test_a_step_needs_what_its_timeline_says(schedule, checkpoint):
     check_memory(schedule, checkpoint, lanes=4, within=1.1 * VALUE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpoint", ["always 1/4", "always 1/2", "always 3/4"])
 def test_a_step_that_is_run_again_in_part_needs_what_its_timeline_says(checkpoint):
     """Of 4 to 10 MiB."""

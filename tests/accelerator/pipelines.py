@@ -73,6 +73,7 @@ def however_small(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.checkpointing.offload.SMALL", 1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "checkpoint", ["never", "except_last", "selective", "always 1/2", "offload", "offload 1/2"]
 )
@@ -99,6 +100,7 @@ STEPS = [("unet", schedule) for schedule in NAMES]
 STEPS += [(name, schedule) for name in ("tied", "resnet") for schedule in ("1f1b", "zbv")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "schedule"), STEPS)
 def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule):
     make, inputs = MODELS[name]
@@ -136,6 +138,7 @@ def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
     assert same(here(gradients(model)), wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "segments"),
     [
@@ -259,6 +262,7 @@ def test_gradients_remain_while_a_model_is_compiled_for_another_call():
         assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_emitted_graph_module_runs_by_itself(name):
     make, inputs = MODELS[name]
@@ -323,6 +327,7 @@ def twos_like(x):
     return torch.full(x.shape, 2.0, device="sim")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunks", [1, 3])  # one micro-batch runs in the caller's thread
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_stage_runs_with_its_device_as_the_current_one(checkpoint, chunks):
@@ -396,6 +401,7 @@ class Recurrent(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind, checkpoint):
@@ -576,6 +582,7 @@ def test_memory_is_free_again_and_checkpoints_need_less_of_it():
     assert 0 < peak("always") < 0.7 * peak("never")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_compiled_stages_give_the_bits_of_the_stages_as_they_are(schedule, checkpoint):
@@ -614,6 +621,7 @@ def test_stages_run_as_they_are_where_the_backend_does_not_know_the_kind_of_devi
     assert all(f"stage_{i} runs as it is: " in report for i in range(2))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:1"])
 def test_what_would_help_is_predicted_with_parameters_that_are_on_several_devices(home, tracer):
@@ -640,6 +648,7 @@ def test_the_labels_that_a_loss_is_checked_with_are_looked_at_at_once():
     assert met == [True, False, False]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "way"),
     [("tied", CALLS[0]), ("tied", CALLS[1]), ("transformer", "zb_h1"), ("skips", "1f1b")],

@@ -137,6 +137,7 @@ def step_takes(
         return makespan()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", ["sim:0", "cpu"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_with_free_copies_a_step_takes_as_long_as_its_schedule(schedule, where):
@@ -195,6 +196,7 @@ def test_lanes_that_share_a_device_take_turns_there_and_leave_it_no_gap():
     assert step_takes("1f1b", lanes=2, on=1) == pytest.approx(CHUNKS * 2 * 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("copy_s", [0.0, 0.2])
 def test_backwards_in_halves_take_as_long_as_the_simulator_says(schedule, copy_s):

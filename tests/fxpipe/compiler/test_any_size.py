@@ -40,7 +40,9 @@ def of_length(length, rows=4):
     return torch.randint(20, (rows, length))
 
 
-@pytest.mark.parametrize(("dynamic", "programs"), [(None, 2), (True, 1), (False, 7)])
+@pytest.mark.parametrize(
+    ("dynamic", "programs"), [(None, 2), (True, 1), pytest.param(False, 7, marks=pytest.mark.long)]
+)
 def test_sequences_of_any_length_share_programs_whose_bits_are_those_of_the_loop(dynamic, programs):
     torch.manual_seed(0)
     model = Attends()

@@ -63,16 +63,10 @@ def test_without_a_limit_everything_is_kept():
 LIMITS = [
     (part, schedule) for part in (0.9, 0.75, 0.6, 0.5, 0.4, 0.3) for schedule in ("gpipe", "1f1b")
 ]
-ALWAYS_RUN = [(0.6, "1f1b")]
 
 
-@pytest.mark.parametrize(
-    ("part", "schedule"),
-    [
-        pytest.param(*limit, marks=() if limit in ALWAYS_RUN else pytest.mark.long)
-        for limit in LIMITS
-    ],
-)
+@pytest.mark.long  # the one below for segments compares with fewer possibilities
+@pytest.mark.parametrize(("part", "schedule"), LIMITS)
 def test_it_fits_whenever_any_modes_do_and_is_as_fast_as_the_best_of_them(part, schedule):
     limit = part * max(plan(None, "never", schedule=schedule).memory)
     best = best_of_all(limit, schedule=schedule)
@@ -86,10 +80,17 @@ def test_it_fits_whenever_any_modes_do_and_is_as_fast_as_the_best_of_them(part, 
         assert found.seconds <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"])
-def test_with_more_memory_a_step_takes_no_longer(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [
+        ("1f1b", 6),
+        pytest.param("1f1b", 12, marks=pytest.mark.long),
+        pytest.param("gpipe", 12, marks=pytest.mark.long),
+    ],
+)
+def test_with_more_memory_a_step_takes_no_longer(schedule, count):
     most = max(plan(None, "never", schedule=schedule).memory)
-    parts = [0.45 + 0.05 * i for i in range(12)]
+    parts = [0.45 + 0.6 / count * i for i in range(count)]
     seconds = []
     for part in parts:
         with suppress(fxpipe.DoesNotFit):
@@ -121,8 +122,8 @@ def test_of_a_given_cut_each_stage_gets_the_mode_for_which_it_has_room():
     ("part", "options"),
     [
         (0.9, {"lanes": 4}),  # no lane waits for what the first one recomputes
-        (0.5, {"lanes": 3}),
-        (0.55, {"schedule": "gpipe"}),
+        pytest.param(0.5, {"lanes": 3}, marks=pytest.mark.long),
+        pytest.param(0.55, {"schedule": "gpipe"}, marks=pytest.mark.long),
     ],
 )
 def test_modes_that_are_given_are_as_fast_as_where_they_are_chosen(part, options):
@@ -177,14 +178,8 @@ def test_over_a_slow_link_nothing_moves():
     assert plan(limit, host=1.0).seconds == plan(limit).seconds
 
 
-@pytest.mark.parametrize(
-    ("part", "seconds"),
-    [
-        pytest.param(0.8, 0.5, marks=pytest.mark.long),
-        (0.6, 1.5),
-        pytest.param(0.45, 4.0, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("part", "seconds"), [(0.8, 0.5), (0.6, 1.5), (0.45, 4.0)])
 def test_with_a_host_it_is_as_fast_as_the_best_of_all_modes(part, seconds):
     """``seconds``: what the activations of a stage take to the host, in forwards of the stage."""
     free = plan(None, "never", schedule="gpipe")
@@ -224,7 +219,8 @@ WAYS = [
 @pytest.mark.parametrize(
     ("blocks", "part", "known"),
     [
-        (10, 0.6, WAYS[::2]),
+        (10, 0.6, WAYS[::3]),
+        pytest.param(10, 0.6, WAYS[::2], marks=pytest.mark.long),
         *(pytest.param(16, part, WAYS, marks=pytest.mark.long) for part in (0.6, 0.55, 0.5)),
     ],
 )

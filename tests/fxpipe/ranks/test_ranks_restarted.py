@@ -20,10 +20,10 @@ pytestmark = pytest.mark.one_thread  # as each rank has
 @pytest.mark.parametrize(
     "kind, where, microbatch",
     [
-        ("raise", "transfer", 1),
-        ("exit", "backward", 2),
+        pytest.param("raise", "transfer", 1, marks=pytest.mark.long),
+        pytest.param("exit", "backward", 2, marks=pytest.mark.long),
         ("SIGKILL", "forward", 0),
-        ("SIGSTOP", "forward", 1),
+        pytest.param("SIGSTOP", "forward", 1, marks=pytest.mark.long),  # waits for the timeout
     ],
 )
 def test_a_fault_of_a_rank_ends_all_others_soon_with_an_error_that_names_it(

@@ -51,7 +51,7 @@ def test_a_lane_waits_for_what_is_worth_it():
     st.sampled_from([0.0, 2.0]),
     st.sampled_from([0.0, 0.5]),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_every_rule_gives_a_schedule_that_runs_within_the_least_room(
     costs, placement, microbatches, more, latency, released
 ):

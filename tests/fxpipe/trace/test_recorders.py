@@ -117,27 +117,34 @@ def test_hooks_that_only_look_are_not_called_while_the_model_is_compiled(tracer:
     assert same(run(traced, x(3)), model(x(3)))
 
 
-def test_hidden_states_of_transformers_whether_or_not_they_have_been_asked_for_before() -> None:
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_hidden_states_of_transformers_whether_or_not_they_have_been_asked_for_before(
+    asked_before: bool,
+) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, use_cache=False,
         bos_token_id=0, eos_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     ids = torch.randint(32, (4, 8))
-    for asked_before in (True, False):
-        model = transformers.GPT2LMHeadModel(config).eval()
-        if asked_before:
-            model(ids, output_hidden_states=True, output_attentions=True)
-        with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
-            found = pipe(ids, output_hidden_states=True, output_attentions=True)
-            wanted = model(ids, output_hidden_states=True, output_attentions=True)
-            assert len(found.hidden_states) == 3 and len(found.attentions) == 2
-            torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
-            torch.testing.assert_close(found.attentions, wanted.attentions)
-            assert pipe(ids).hidden_states is None
+    model = transformers.GPT2LMHeadModel(config).eval()
+    if asked_before:
+        model(ids, output_hidden_states=True, output_attentions=True)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        found = pipe(ids, output_hidden_states=True, output_attentions=True)
+        wanted = model(ids, output_hidden_states=True, output_attentions=True)
+        assert len(found.hidden_states) == 3 and len(found.attentions) == 2
+        torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+        torch.testing.assert_close(found.attentions, wanted.attentions)
+        assert pipe(ids).hidden_states is None
 
 
-def test_a_depth_estimator_which_reads_what_has_been_recorded_of_its_backbone() -> None:
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("called_before", [True, False])
+def test_a_depth_estimator_which_reads_what_has_been_recorded_of_its_backbone(
+    called_before: bool,
+) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.DPTConfig(
         hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32,
@@ -146,14 +153,13 @@ def test_a_depth_estimator_which_reads_what_has_been_recorded_of_its_backbone() 
         reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False,
     )  # fmt: skip
     pixels = torch.randn(4, 3, 32, 32)
-    for called_before in (True, False):
-        model = transformers.DPTForDepthEstimation(config).eval()
-        if called_before:
-            model(pixels)
-        with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
-            found = pipe(pixels).predicted_depth
-            wanted = torch.cat([model(part).predicted_depth for part in pixels.chunk(2)])
-            torch.testing.assert_close(found, wanted)
+    model = transformers.DPTForDepthEstimation(config).eval()
+    if called_before:
+        model(pixels)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        found = pipe(pixels).predicted_depth
+        wanted = torch.cat([model(part).predicted_depth for part in pixels.chunk(2)])
+        torch.testing.assert_close(found, wanted)
 
 
 class Gated(nn.Module):
