@@ -173,6 +173,7 @@ def test_when_the_kit_is_killed_what_has_been_found_is_there(tmp_path):
 # -------------------------------------------------------------------------------------- the parts
 
 
+@pytest.mark.long  # "make kit" runs all parts
 @needs_compiler
 def test_quick_parts_find_nothing_wrong_in_a_dry_run(tmp_path):
     names = {"about", "bits", "inputs", "sleeps", "trace", "triton", "speed"}

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.fxpipe.ranks.faults import ended
+from tests.fxpipe.ranks.faults import SIZE, ended
 from tests.fxpipe.ranks.restarted import TIMEOUT, Fault, expected_losses, losses_in
 
 pytestmark = pytest.mark.one_thread  # as each rank has
@@ -29,12 +29,15 @@ pytestmark = pytest.mark.one_thread  # as each rank has
 def test_a_fault_of_a_rank_ends_all_others_soon_with_an_error_that_names_it(
     kind, where, microbatch
 ):
-    """python -m tests.fxpipe.ranks.faults prints all kinds, places and micro-batches."""
-    found = ended(Fault(kind, where, microbatch))
+    """Then training goes on from the last checkpoint with the same losses.
+
+    python -m tests.fxpipe.ranks.faults prints all kinds, places and micro-batches."""
+    found = ended(Fault(kind, where, microbatch), is_restarted=True)
     assert found.blamed == [1, 1, 1], found.said
     assert found.seconds < (2 if kind == "SIGSTOP" else 1) * TIMEOUT.total_seconds()
     assert any(f"stage 1, micro-batch {microbatch}" in text for text in found.said.values())
     assert kind == "raise" or any("of the edge (1, " in text for text in found.said.values())
+    assert found.losses == expected_losses(SIZE)
 
 
 def torchrun(ranks: int, *args: str) -> subprocess.Popen[str]:
@@ -50,6 +53,7 @@ def torchrun(ranks: int, *args: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long  # that it goes on is tested above, where no torchrun starts the ranks again
 def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path):
     process = torchrun(2, str(tmp_path), "SIGKILL", "forward", "1")
     _, errors = process.communicate(timeout=300)
@@ -58,9 +62,10 @@ def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path
     assert losses_in(tmp_path) == expected_losses(2)
 
 
-def test_ctrl_c_ends_all_ranks_of_a_step_that_hangs(tmp_path):
-    """Rank 1 hangs in the last step, and two ranks wait for it, when the user interrupts."""
-    process = torchrun(3, str(tmp_path), "hang", "forward", "1")
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_ctrl_c_ends_all_ranks_of_a_step_that_hangs(tmp_path, ranks):
+    """Rank 1 hangs in the last step, and the others wait for it, when the user interrupts."""
+    process = torchrun(ranks, str(tmp_path), "hang", "forward", "1")
     deadline = time.monotonic() + 120
     while not (tmp_path / "fault").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -70,5 +75,5 @@ def test_ctrl_c_ends_all_ranks_of_a_step_that_hangs(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert time.monotonic() - started < 29  # torchrun kills what has not ended after 30 s
-    for rank in range(3):
+    for rank in range(ranks):
         assert "KeyboardInterrupt" in (tmp_path / f"error_0_{rank}").read_text()
