@@ -13,7 +13,9 @@ ways. It does not know what a stage needs beside that while it runs, which depen
 the step, and on how large its segments are. The simulation knows this for the cut that it is given:
 what it says of each way, the next search takes into account. And the search looks at the slowest
 stage, where the simulation looks at the whole step: so the ways of the fastest step that is found
-are held fixed, and the model is cut anew for these.
+are held fixed, and the model is cut anew for these. A stage may recompute while it would wait for
+others, which only the simulation knows: the model is cut with recomputing counted in full, by half
+and not at all.
 
 A cut of the search may need more than was foreseen, and so may the next one elsewhere, round after
 round. Where none fits, those that are found are changed step by step, each as the simulation says:
@@ -26,12 +28,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 from fxpipe.planning.keeping import Keeping
 from fxpipe.planning.lanes import CutModel, PlannedLanes, PlannedStep
 from fxpipe.planning.result import ROUNDING
-from passes.common.modes import AUTO, of_stages, plain, recomputing_less
+from passes.common.modes import AUTO, is_recomputed, of_stages, plain, recomputing_less
 from passes.common.segments import counts, is_open
 from passes.partition.automatic import SLACK, DoesNotFit
 from passes.partition.problem import Beside
@@ -42,6 +44,8 @@ ROUNDS = 6
 cut before."""
 TRIES = 16
 """How often, at most, it is cut for the ways of the fastest step and for those beside them."""
+EXPOSED = 1.0, 0.5, 0.0
+"""The parts of the time of recomputing that a cut for the ways of the fastest step may count."""
 
 
 @dataclass(frozen=True)
@@ -93,35 +97,45 @@ class JointSearch:
         each stage may take ``1 / part`` of the memory of its device. A cut that is found again is
         there twice, the second time with the bound of the search under limits.
 
+        Of all cuts so far, the one that needs most beside says what the next has to leave free:
+        with what the last one says alone, two cuts that suit each other's needs may alternate.
+
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
         too: what the search counts for a cut that it has not seen simulated may be too much.
         """
         lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), self.free.cut
         order, is_tightest = self.free.step.order, False
+        most: Beside = ()
         for _ in range(ROUNDS):
             if cut.stage in known:
                 yield known[cut.stage].within(cut.bound)
                 return
             beside = lanes.beside(cut, order)
+            most = _most_of(most, beside)
             known[cut.stage] = found = self._under(cut, part, beside)
             yield found
             order = found.step.order
             try:
-                cut = self._cut_under(lanes, part, beside)
+                cut = self._cut_under(lanes, part, most)
             except DoesNotFit:
                 if is_tightest:
                     return
-                cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
+                cut, is_tightest = self.cut(lanes, part, most, is_tightest=True), True
 
     def _cut_under(
-        self, lanes: PlannedLanes, part: int, beside: Beside, limit: float = math.inf
+        self,
+        lanes: PlannedLanes,
+        part: int,
+        beside: Beside,
+        limit: float = math.inf,
+        exposed: float = 1.0,
     ) -> CutModel:
         """The best cut under limits of memory, whose slowest stage takes at most ``limit`` seconds.
         The best of all cuts need not be searched for again, if it is within these limits."""
         free = replace(self.free.cut, devices=lanes.devices(part), beside=beside)
-        if lanes == self.lanes and lanes.is_within(free, limit):
+        if exposed == 1 and lanes == self.lanes and lanes.is_within(free, limit):
             return free
-        return self.cut(lanes, part, beside, limit=limit)
+        return self.cut(lanes, part, beside, limit=limit, exposed=exposed)
 
     def on(self, cut: CutModel, part: int) -> CutWithWays:
         """A cut that has been found for other ways, with those that suit it here."""
@@ -171,7 +185,7 @@ class JointSearch:
         """A step that is as fast as this one, or faster: the model is cut for its ways, and for
         those in which one stage recomputes less, and again for those of what is faster, at most
         :data:`TRIES` times."""
-        tried: set[tuple[str, ...]] = set()
+        tried: set[tuple[tuple[str, ...], float]] = set()
         while True:
             stages = len(found.cut.devices)
             now = of_stages(found.step.modes, stages)
@@ -181,21 +195,26 @@ class JointSearch:
                 for mode in recomputing_less(now[stage])
                 if mode in self.lanes.known_modes
             )
-            for modes in chain([now], others):
-                if len(tried) == TRIES or tuple(modes) in tried:
+            may_hide = self.lanes.checkpoint == AUTO and any(map(is_recomputed, now))
+            parts = EXPOSED if may_hide else EXPOSED[:1]
+            for modes, exposed in chain(product([now], parts), product(others, EXPOSED[:1])):
+                if len(tried) == TRIES or (tuple(modes), exposed) in tried:
                     continue
-                tried.add(tuple(modes))
-                other = self._cut_for(found, modes, part)
+                tried.add((tuple(modes), exposed))
+                other = self._cut_for(found, modes, part, exposed)
                 if other and not other.short and other.seconds < found.seconds * (1 - ROUNDING):
                     found = other
                     break
             else:
                 return found
 
-    def _cut_for(self, found: CutWithWays, modes: Sequence[str], part: int) -> CutWithWays | None:
+    def _cut_for(
+        self, found: CutWithWays, modes: Sequence[str], part: int, exposed: float
+    ) -> CutWithWays | None:
         """What is found if the model is cut anew for stages with these modes; None if no cut is
         that fits, or none with which the step would be about as fast as the one that has been
-        found. What stages need is taken from the cut of that one."""
+        found. What stages need is taken from the cut of that one. ``exposed``: the part of the time
+        of recomputing that the cut counts."""
         segments = self.lanes.checkpoint_segments
         if is_open(segments, self.lanes.checkpoint):
             before = of_stages(found.step.modes, len(modes))
@@ -207,7 +226,7 @@ class JointSearch:
         own = replace(self.lanes, checkpoint=plain(modes), checkpoint_segments=segments)
         try:
             beside = own.beside(found.cut, found.step.order)
-            cut = self._cut_under(own, part, beside, self._most(found))
+            cut = self._cut_under(own, part, beside, self._most(found), exposed)
         except DoesNotFit:
             return None
         ways = enumerate(own.chosen(cut))
@@ -230,3 +249,10 @@ class JointSearch:
         keeping = Keeping(self.lanes, cut)
         step = keeping.settled(step)
         return CutWithWays(cut, step, keeping.short(step))
+
+
+def _most_of(one: Beside, other: Beside) -> Beside:
+    """For each way and stage, the larger number of bytes; ``one`` is empty where none is known."""
+    if not one:
+        return other
+    return tuple(tuple(map(max, *rows)) for rows in zip(one, other, strict=True))

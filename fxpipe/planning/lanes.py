@@ -220,6 +220,7 @@ class PlannedLanes:
         limit: float = math.inf,
         is_tightest: bool = False,
         shift: Shift | None = None,
+        exposed: float = 1.0,
     ) -> CutModel:
         """Cut a model graph that has costs.
 
@@ -230,13 +231,22 @@ class PlannedLanes:
             limit: the seconds that the slowest stage may take for a mini-batch.
             is_tightest: whether the cut is the one whose fullest device is least full.
             shift: the cut is what this makes of another one.
+            exposed: the part of the time of recomputing that the cut counts.
 
         Raises :class:`DoesNotFit` if no cut is found that fits.
         """
         devices = self.devices(part)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
-        way = self.cut(partition, part, beside, limit=limit, is_tightest=is_tightest, shift=shift)
+        way = self.cut(
+            partition,
+            part,
+            beside,
+            limit=limit,
+            is_tightest=is_tightest,
+            shift=shift,
+            exposed=exposed,
+        )
         cut = ToStages(
             (), (), devices=lanes, partition=way, chunks=self.chunks, training=self.training
         )
@@ -525,6 +535,7 @@ class PlannedLanes:
         limit: float = math.inf,
         is_tightest: bool = False,
         shift: Shift | None = None,
+        exposed: float = 1.0,
     ) -> Partition:
         """The pass that cuts the model, with arguments as :meth:`cut_up` takes them."""
         return Partition(
@@ -542,6 +553,7 @@ class PlannedLanes:
             limit=limit,
             is_tightest=is_tightest,
             shift=shift,
+            exposed=exposed,
             loss=self._seconds_of_loss,
         )
 

@@ -84,6 +84,8 @@ class Partition:
         shift: an automatic cut is what this makes of another one, whether it fits or not.
         loss: gives, for the graph, the seconds that the loss of a mini-batch and its backward take
             in the last stage. None: no time.
+        exposed: the part of the time of recomputing that an automatic cut counts: the rest passes
+            while a device would wait for others.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -105,6 +107,7 @@ class Partition:
     is_tightest: bool = False
     shift: Shift | None = None
     loss: Callable[[fx.Graph], float] | None = None
+    exposed: float = 1.0
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -172,6 +175,7 @@ class Partition:
             segments=self.segments,
             beside=self.beside,
             loss=self.loss(graph) if self.loss else 0.0,
+            exposed=self.exposed,
         )
 
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:

@@ -145,6 +145,7 @@ def machine(
     segments: Segments = 1,
     beside: Beside = (),
     loss: float = 0.0,
+    exposed: float = 1.0,
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
 
@@ -168,6 +169,8 @@ def machine(
         beside: for each way of the machine, the bytes that each stage needs beside those that it is
             known to keep. Empty: none.
         loss: the seconds that the loss of a mini-batch and its backward take in the last stage.
+        exposed: the part of the time of recomputing that counts. The rest passes while a device
+            would wait for others.
     """
     k = devices if isinstance(devices, int) else len(devices)
     specs = () if isinstance(devices, int) else devices
@@ -187,7 +190,8 @@ def machine(
         _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
         products = is_selective * np.asarray(under_way) / chunks
         needed = np.asarray(beside[i]) if beside else 0.0
-        found.append(Way(held, received, again, moving, is_selective, products, needed))
+        longer = exposed * again, exposed * is_selective
+        found.append(Way(held, received, longer[0], moving, longer[1], products, needed))
     more = np.array([0.0] * (k - 1) + [loss])
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found), more=more)

@@ -99,6 +99,15 @@ def test_with_more_memory_a_step_takes_no_longer(schedule, count):
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_a_stage_takes_more_layers_where_it_would_wait_while_it_recomputes():
+    # The first stage has 10 of the 24 nodes where its recomputing counts in full, and 12 where it
+    # does not count: a step is fastest with 11, for which there is room under either limit.
+    most = max(even(None, "never", schedule="1f1b", blocks=12).memory)
+    tight, wide = (even(part * most, schedule="1f1b", blocks=12) for part in (0.65, 0.7))
+    assert tight.checkpoint == wide.checkpoint == ("always", "never")
+    assert wide.seconds <= tight.seconds * (1 + 1e-9)
+
+
 def test_a_stage_that_has_room_keeps_more_and_takes_more_layers():
     whole = plan(None, "never")
     limit = 0.7 * max(whole.memory)
