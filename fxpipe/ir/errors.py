@@ -39,6 +39,9 @@ class OneSizeOnly(AnotherStrategy, RuntimeError):
     """A model, or its graph, does not take a batch of another size than the example's."""
 
 
+PASSES_ON = "__torch_function__", "__torch_dispatch__"
+"""The functions of a mode that calls of the model's go through."""
+
 ITSELF = "itself fails on these inputs, ahead of compiling"
 """The words by which a note says that an error is the model's on the inputs of the call as they
 are, see :mod:`fxpipe.trace.itself`."""
@@ -55,9 +58,12 @@ def is_the_models(error: Exception) -> bool:
 
     An error that fxpipe's own code raises is a bug, and an out-of-memory error says nothing about
     what the model accepts: neither may be taken for such a refusal. Nor is there anything else to
-    try where the model refuses the inputs of the call as they are.
+    try where the model refuses the inputs of the call as they are. A function of PyTorch's that the
+    model calls within one of fxpipe's modes fails in the mode, which has only passed the call on.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_itself(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not is_ours(frames[-1].filename)
+    if not frames:
+        return False
+    return frames[-1].name in PASSES_ON or not is_ours(frames[-1].filename)

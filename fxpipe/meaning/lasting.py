@@ -14,7 +14,7 @@ that a warning says it. A running maximum, on the other hand, is the same either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -56,25 +56,16 @@ def lasting_problem(
     """
     whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
     _, expected = calls([whole])
-    outputs, found = calls(trial.each(dims))
-    rows, sizes = sum(trial.sizes), " and then ".join(map(str, trial.sizes))
-    if differing := next(_differing(outputs, trial), None):
-        path, by = differing
-
-        def matter(names: Sequence[str]) -> bool:
-            try:
-                kept = keeping(names, trial.each(dims))
-            except Exception as error:
-                if not is_the_models(error):
-                    raise
-                return True  # it does not run with this state and the first one of all others
-            return any(path == other for other, _ in _differing(kept, trial))
-
-        return (
-            f"{path} depends on the state that an earlier call leaves in "
-            f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: after "
-            f"{sizes} rows it differs by {by} from what it is for these rows alone"
-        )
+    parts = trial.each(dims)
+    try:
+        outputs, found = calls(parts)
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return _of_equal_sizes(calls, keeping, trial, parts, changed)
+    if problem := _in_sequence(outputs, keeping, trial.parts, parts, trial.sizes, changed):
+        return problem
+    rows, sizes = sum(trial.sizes), _then(trial.sizes)
     for name in changed:
         if name in expected and (apart := _apart(expected[name], found.get(name))):
             return (
@@ -83,6 +74,63 @@ def lasting_problem(
                 "at once"
             )
     return ""
+
+
+def _of_equal_sizes(
+    calls: Calls,
+    keeping: Keeping,
+    trial: Trial,
+    parts: Sequence[list[Tensor]],
+    changed: Sequence[str],
+) -> str:
+    """The same of a model that only takes as many rows as the call before it had, such as one that
+    goes on from the hidden state of each row: the same rows come twice."""
+    for tensors, alone, size in zip(parts, trial.parts, trial.sizes, strict=True):
+        twice = [tensors, tensors]
+        try:
+            outputs, _ = calls(twice)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            continue  # it takes no second call in the state that the first one leaves
+        alones, sizes = [alone, alone], [size, size]
+        if problem := _in_sequence(outputs, keeping, alones, twice, sizes, changed):
+            return problem
+    return ""
+
+
+def _in_sequence(
+    outputs: Sequence[Any],
+    keeping: Keeping,
+    alone: Sequence[Mapping[str, Any]],
+    calls: Sequence[list[Tensor]],
+    sizes: Sequence[int],
+    changed: Sequence[str],
+) -> str:
+    """How the outputs of calls, one after the other, differ from those of each call alone."""
+    differing = next(_differing(outputs, alone), None)
+    if differing is None:
+        return ""
+    path, by = differing
+
+    def matter(names: Sequence[str]) -> bool:
+        try:
+            kept = keeping(names, calls)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return True  # it does not run with this state and the first one of all others
+        return any(path == other for other, _ in _differing(kept, alone))
+
+    return (
+        f"{path} depends on the state that an earlier call leaves in "
+        f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: after "
+        f"{_then(sizes)} rows it differs by {by} from what it is for these rows alone"
+    )
+
+
+def _then(sizes: Sequence[int]) -> str:
+    return " and then ".join(map(str, sizes))
 
 
 def that_matter(names: Sequence[str], matter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
@@ -103,11 +151,13 @@ def that_matter(names: Sequence[str], matter: Callable[[Sequence[str]], bool]) -
         yield from names
 
 
-def _differing(outputs: Sequence[Any], trial: Trial) -> Iterator[tuple[str, Difference]]:
-    """The outputs that are others than those of the parts alone, by their paths."""
-    for output, alone in zip(outputs, trial.parts, strict=True):
+def _differing(
+    outputs: Sequence[Any], alone: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Difference]]:
+    """The outputs that are others than those of each call alone, by their paths."""
+    for output, own in zip(outputs, alone, strict=True):
         for path, value in leaves(output, "output"):
-            if apart := _apart(alone.get(path), value):
+            if apart := _apart(own.get(path), value):
                 yield path, apart
 
 

@@ -72,7 +72,8 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
                 f"{type(model).__name__} changes {path} in its forward{where}, and what it gives "
                 "depends on it: a graph would have its first value for ever. Keep a number in a "
                 f"buffer, self.register_buffer({name!r}, torch.tensor(...)), and write to it in "
-                "place; or move this into a module of its own, which is then kept whole"
+                "place; take what belongs to the rows, such as a hidden state, as an argument, and "
+                "return it; or move this into a module of its own, which is then kept whole"
             )
         whole[owner] = names[owner]
     whole = {

@@ -30,6 +30,7 @@ from fxpipe.ir.printing import format_node
 from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import tensors_of, with_tensors
 from fxpipe.runtime.random import unseeded
+from fxpipe.runtime.state import State
 from passes.common.recurrences import Recurrences
 
 _EXPORT = 'give tracer="export", which does not trace into modules that need values, but calls them'
@@ -107,7 +108,8 @@ class FakeInterpreter(fx.Interpreter):
         fakes = self.fake(buffers)
         with _numbers(buffers, fakes):
             tensors = {**self.fake(dict(module.named_parameters())), **fakes}
-            with Recurrences(self.counts):
+            # A hidden state that a module keeps would be a fake when it runs, of a fake's size.
+            with Recurrences(self.counts), State(module.modules()).as_before():
                 return torch.func.functional_call(module, tensors, args, kwargs)
 
     def _called(self, module: nn.Module, values: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:

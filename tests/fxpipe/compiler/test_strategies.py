@@ -8,6 +8,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.ir.errors import AnotherStrategy, TraceError, is_the_models
+from passes.common.recurrences import Recurrences
 from tests.zoo import MLP
 
 TWO = ["cpu", "cpu"]
@@ -65,6 +66,12 @@ def test_whose_error_it_is_is_known_by_the_line_that_raises_it():
     assert is_the_models(raised_by(nn.Linear(3, 3), torch.ones(2, 4)))
     assert is_the_models(raised_by(lambda: [][1]))
     assert not is_the_models(raised_by(fxpipe.default_chain().without, "nothing"))
+
+    def within_a_mode():
+        with Recurrences(counts=False):
+            torch.ones(2) @ torch.ones(3)
+
+    assert is_the_models(raised_by(within_a_mode)), "the mode has only passed the call on"
 
     def exhausted():
         raise torch.OutOfMemoryError("no memory")

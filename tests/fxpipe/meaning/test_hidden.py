@@ -387,6 +387,27 @@ def test_what_the_host_draws_while_a_model_is_compiled_is_put_back():
     assert (random.random(), np.random.rand()) == expected
 
 
+class GoesOn(nn.Module):
+    """Goes on from the hidden state of each row in the call before, as truncated backpropagation
+    through time does: a call has as many rows as the call before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hidden = nn.RNNCell(D, D), None
+
+    def forward(self, x):
+        hidden = self.layer(x, self.hidden)
+        self.hidden = hidden.detach()
+        return hidden
+
+
+def test_a_hidden_state_that_rows_of_other_micro_batches_go_on_from_is_warned_of():
+    model = nn.Sequential(nn.Linear(D, D), GoesOn(), nn.Linear(D, D))
+    (text,) = said(model)
+    assert "output depends on the state that an earlier call leaves in 1.hidden, and each" in text
+    assert "after 1 and then 1 rows" in text
+
+
 class Counting(nn.Module):
     """Multiplies by the number of its calls."""
 
