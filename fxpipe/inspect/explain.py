@@ -37,6 +37,7 @@ from fxpipe.inspect.suggestions import Suggesting, Suggestion
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import COST, GAP
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.meaning.messages import split
 from fxpipe.meaning.said import INFER, named_inputs
@@ -51,6 +52,7 @@ from passes.common.segments import in_words
 from passes.partition.pieces import heaviest, kept_whole
 
 WIDTH = 100  # of an explanation that is printed
+_MEASURES_ALONE = "fxpipe.tune(..., measure=3) measures the model alone, too"
 COSTLY = 0.02  # the part of a step's time that uneven stages may cost before that is said
 SEEN = 0.005  # the part of a step's time from which on it is said what links cost
 _LOSSES: dict[Dim, str] = {
@@ -120,6 +122,7 @@ class Explaining:
         mode, chunks: what has been compiled for the last call, and its number of micro-batches.
         stages: the stages of it.
         measured: a training step, or a call without one, as it was measured; None if none was.
+        measured_sizes: the sizes of the tensors among its inputs; empty if they are not known.
         replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
         compilations: those that there have been of the model, and the checks of later mini-batches.
@@ -135,6 +138,7 @@ class Explaining:
     chunks: int
     stages: Sequence[Stage]
     measured: Timeline | None = None
+    measured_sizes: Sequence[tuple[int, ...]] = ()
     replayed: Timeline | None = None
     has_stepped: bool = False
     compilations: Compilations | None = None
@@ -413,7 +417,12 @@ class Explaining:
     def _without_a_pipeline(self, compiled: Replanned, pipeline: float) -> list[str]:
         """How long the model takes by itself, beside the seconds that the pipeline takes."""
         if not self.options.knows_other_sizes:
-            return []  # they say nothing of a mini-batch in one piece
+            if not (self._is_on_cpu and self.options.training):
+                return []
+            return [
+                "Its costs say nothing of a mini-batch in one piece, so that it is not known from "
+                f"them how long the model takes without a pipeline: {_MEASURES_ALONE}."
+            ]
         alone, _ = _plan_of(compiled.alone)
         if alone is None:
             return []
@@ -429,11 +438,15 @@ class Explaining:
         better = (
             f": the pipeline is {times:.2f} times as fast" if times > 1 else ", which is faster"
         )
+        is_slower = self.measured is not None and self.measured.makespan > alone.seconds
+        if times > 1 and self._is_measured_as_it_is and is_slower:
+            better += ", by prediction; but its measured step, below, takes longer than that"
         sentences = [f"{said}{better}."]
         if self._is_on_cpu and self.cores and self.options.training:
             sentences.append(
-                "PyTorch shares a large operator among the cores by itself: fxpipe.tune(..., "
-                "measure=3) measures the model alone, too."
+                "PyTorch shares a large operator among the cores by itself: "
+                + _MEASURES_ALONE
+                + "."
             )
         return sentences
 
@@ -445,6 +458,14 @@ class Explaining:
         if microbatches_of(self.measured) != self.chunks:
             of = _counted(microbatches_of(self.measured), "micro-batch")
             return [f"{took}, for a mini-batch of {of}."]
+        known = self._sizes_of_example
+        if self.measured_sizes and known and sorted(known) != sorted(self.measured_sizes):
+            return [
+                f"{took}, for inputs of {_of_sizes(self.measured_sizes)}. Predictions and the cut "
+                f"are for {_of_sizes(known)}, those of the call that the model was first compiled "
+                "for, so that they are not compared. If most mini-batches are as large as the "
+                "measured one, compile with one of them as example_inputs=."
+            ]
         if now is None or self.replayed is None:
             return [f"{took}."]
         names = [str(device) for device in self.options.lanes]
@@ -477,6 +498,19 @@ class Explaining:
                     f"    pipe = {self.options.call.with_options(costs='measured')}",
                 ]
         return found
+
+    @property
+    def _sizes_of_example(self) -> list[tuple[int, ...]] | None:
+        """The sizes of the inputs that predictions are for; None where rows are elements of lists,
+        as there are other tensors then."""
+        example = self.mode.example
+        if self.mode.rows is not None:
+            return None
+        pairs = zip(tensors_of(example.inputs), example.dims, strict=True)
+        return [
+            tuple(example.batch or n if place == dim else n for place, n in enumerate(tensor.shape))
+            for tensor, dim in pairs
+        ]
 
     @property
     def _is_measured_as_it_is(self) -> bool:
@@ -635,3 +669,7 @@ def _sentence(text: str) -> str:
     """Text as a sentence, with a capital letter and a full stop."""
     capital = text[:1].upper() + text[1:]
     return capital if capital.endswith((".", ":", ")")) else f"{capital}."
+
+
+def _of_sizes(sizes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(size)) for size in sizes)

@@ -91,12 +91,13 @@ class Views:
     reports. Before the first call, a view compiles the programs for the runner's example inputs.
 
     ``measured``: the training step or the call without one, that :meth:`fxpipe.Pipeline.measure`
-    has measured, or None.
+    has measured, or None. ``measured_sizes``: those of the tensors among its inputs.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.measured: Timeline | None = None
+        self.measured_sizes: list[tuple[int, ...]] = []
         self._explained: _Explained | None = None
 
     @property
@@ -335,6 +336,7 @@ class Views:
                 chunks,
                 self.stages,
                 measured=self.measured,
+                measured_sizes=self.measured_sizes,
                 replayed=None if self.measured is None else self.timeline(),
                 has_stepped=has_stepped,
                 compilations=compilations,

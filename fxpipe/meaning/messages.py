@@ -381,10 +381,16 @@ def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
         why = "on other numbers of rows it, or the model, raises "
-        why += f"{type(verdict.failure).__name__}: {first[0] if first else ''}"
+        why += f"{type(verdict.failure).__name__}: {first[0].rstrip('.') if first else ''}"
     as_rows = ""
-    if len(cut) > 1:
+    if isinstance(verdict.failure, IndexError):
         as_rows = (
+            ". Where the target numbers the rows of the mini-batch, as torch.arange does for a "
+            "contrastive loss, the loss compares all rows with each other, and none of these is "
+            "right: compute it of the outputs of all, loss_fn(pipe(...), target).backward()"
+        )
+    if len(cut) > 1:
+        as_rows += (
             f". Of the target, {' and '.join(cut.values())} are cut into micro-batches as rows, "
             "because their first dimensions are as large as the batch: if one of them has no row "
             "for each row of the batch, such as a weight for each class, it is the loss "

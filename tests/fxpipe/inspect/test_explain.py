@@ -386,9 +386,21 @@ def test_it_is_said_how_long_the_model_takes_without_a_pipeline():
     found = said(explained(*tiny, chunks=8), "What limits the speed")
     assert ", which is faster." in found, "each micro-batch starts all operators"
     of_given = explained(*tiny, costs={str(i): 1.0 for i in range(4)})
-    assert "Without a pipeline" not in said(of_given, "What limits the speed"), (
-        "these costs do not say what a mini-batch in one piece takes"
-    )
+    found = said(of_given, "What limits the speed")
+    assert "Without a pipeline" not in found, "these costs do not say it"
+    assert "costs say nothing of a mini-batch in one piece" in found
+    assert "fxpipe.tune(..., measure=3) measures the model alone, too." in found
+
+
+def test_a_measured_step_is_said_to_be_slower_than_the_model_alone_is_predicted_to_be():
+    model, x = layers(8, 512), torch.ones(512, 512)
+    with fxpipe.compile(model, TWO, chunks=4, example_inputs=(x,)) as pipe:
+        spans = pipe.timeline().spans
+        assert "times as fast." in said(pipe.explain(), "What limits the speed")
+        long = (replace(span, start=span.start * 9, end=span.end * 9) for span in spans)
+        pipe._views.measured = Timeline("measured", ("a", "b"), tuple(long))
+        found = said(pipe.explain(), "What limits the speed")
+    assert "as fast, by prediction; but its measured step, below, takes longer than that" in found
 
 
 def test_the_optimizers_step_is_a_part_of_it_if_the_optimizer_is_known():
@@ -445,6 +457,19 @@ def test_where_measured_nodes_took_longer_than_their_stages_they_are_to_be_measu
         pipe._views.measured = Timeline("measured", ("a", "b"), tuple(short))
         found = said(pipe.explain(), "What limits the speed")
     assert "0.01 times as long" in found and "compile again to measure them again" in found
+
+
+def test_a_measured_step_of_longer_inputs_is_not_compared():
+    short, long = torch.randn(4, 3, 8), torch.randn(4, 300, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with fxpipe.compile(model, TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
+        pipe.step(short)
+        pipe.measure(long, rounds=1)
+        found = said(pipe.explain(), "What limits the speed")
+        assert "for inputs of [4, 300, 8]. Predictions and the cut are for [4, 3, 8]" in found
+        assert "as long as predicted" not in found and "example_inputs=" in found
+        pipe.measure(short, rounds=1)
+        assert "as long as predicted" in said(pipe.explain(), "What limits the speed")
 
 
 def test_a_measured_step_of_other_micro_batches_is_not_compared():

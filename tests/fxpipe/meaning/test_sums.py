@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.meaning.errors import BatchError, BatchWarning
-from tests.zoo import gradients
+from tests.zoo import MLP, gradients
 
 TWO = ["cpu", "cpu"]
 
@@ -243,6 +243,19 @@ def test_a_sum_is_one_though_it_is_infinite_for_other_texts():
     model, (x, target) = Frames(), of_texts(16, 14)
     with fxpipe.compile(model, TWO, chunks=4, loss_fn=summed) as pipe:
         torch.testing.assert_close(pipe.step(x, target=target), summed(model(x), target).detach())
+
+
+def test_a_loss_whose_target_numbers_the_rows_of_the_mini_batch_is_to_be_computed_of_all_outputs():
+    def contrastive(output, numbers):
+        return F.cross_entropy(output @ output.T, numbers)
+
+    x, numbers = torch.randn(8, 12), torch.arange(8)
+    with fxpipe.compile(MLP(), TWO, chunks=4, loss_fn=contrastive) as pipe:
+        with pytest.raises(BatchError, match="Where the target numbers the rows") as error:
+            pipe.step(x, target=numbers)
+        assert "out of bounds. Give" in str(error.value), "a sentence ends with one full stop"
+        loss = contrastive(pipe(x), numbers)  # as the message says
+        torch.testing.assert_close(loss, contrastive(pipe.module(x), numbers))
 
 
 def test_a_loss_that_is_infinite_for_all_rows_has_to_be_said_to_be_a_mean_or_a_sum():
