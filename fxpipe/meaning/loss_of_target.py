@@ -650,6 +650,7 @@ class _LossOfTarget:
             has_means=not by and is_of_means(loss, trial, self.dims),
             may_be_weighted=all(may_be_weighted(each, LOSS) for each in verdict.trials),
             calls_are_trained=self.asked.calls_are_trained,
+            cut=self._cut_as_rows(),
         )
 
     def _remedy(self, verdict: Verdict) -> str:

@@ -382,24 +382,30 @@ def unknown_loss(verdict: Verdict, cut: Mapping[int, str]) -> str:
         first = str(verdict.failure).strip().splitlines()[:1]
         why = "on other numbers of rows it, or the model, raises "
         why += f"{type(verdict.failure).__name__}: {first[0].rstrip('.') if first else ''}"
-    as_rows = ""
+    of_all = ""
     if isinstance(verdict.failure, IndexError):
-        as_rows = (
+        of_all = (
             ". Where the target numbers the rows of the mini-batch, as torch.arange does for a "
             "contrastive loss, the loss compares all rows with each other, and none of these is "
             "right: compute it of the outputs of all, loss_fn(pipe(...), target).backward()"
         )
-    if len(cut) > 1:
-        as_rows += (
-            f". Of the target, {' and '.join(cut.values())} are cut into micro-batches as rows, "
-            "because their first dimensions are as large as the batch: if one of them has no row "
-            "for each row of the batch, such as a weight for each class, it is the loss "
-            "function's: an attribute, or an argument by functools.partial(loss_fn, weight=weight)"
-        )
     return (
         f"whether loss_fn is a mean over the rows or a sum could not be found out: {why}. Give "
         'loss_weight="rows" if it is a mean over the rows, loss_weight="sum" if it is a sum, or a '
-        f"function of the target that says by how much each micro-batch counts{as_rows}"
+        "function of the target that says by how much each micro-batch counts"
+        f"{of_all}{_as_rows(cut)}"
+    )
+
+
+def _as_rows(cut: Mapping[int, str]) -> str:
+    """What to say of several tensors of a target, all of which are cut into micro-batches."""
+    if len(cut) < 2:
+        return ""
+    return (
+        f". Of the target, {' and '.join(cut.values())} are cut into micro-batches as rows, "
+        "because their first dimensions are as large as the batch: if one of them has no row for "
+        "each row of the batch, such as a weight for each class, it is the loss function's: an "
+        "attribute, or an argument by functools.partial(loss_fn, weight=weight)"
     )
 
 
@@ -464,6 +470,7 @@ def across(
     has_means: bool = False,
     may_be_weighted: bool = True,
     calls_are_trained: bool = True,
+    cut: Mapping[int, str] | None = None,
 ) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
@@ -476,6 +483,7 @@ def across(
         has_means: whether it may be made of several means.
         may_be_weighted: whether it may be a mean to which rows contribute unequally.
         calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
+        cut: as for :func:`unknown_loss`; None: nothing.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
     instead = "compute it outside of the model, from the whole output of the pipeline"
@@ -511,7 +519,7 @@ def across(
     if of_loss_fn and not may_be_weighted:
         return (
             f"{what} No mean of the losses of micro-batches is that of the whole batch: to get it, "
-            f"{otherwise}{several}"
+            f"{otherwise}{several}{_as_rows(cut or {})}"
         )
     masked = [
         each.name
@@ -536,5 +544,6 @@ def across(
             "  - of another weighted mean, give loss_weight=, a function of the target that says "
             "by how much each micro-batch counts\n"
             f"  - of any other loss, a root of a mean say, {otherwise}{several}"
+            f"{_as_rows(cut or {})}"
         )
     return f"{what}{why} To get the model's number, {otherwise}"

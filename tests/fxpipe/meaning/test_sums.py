@@ -258,6 +258,20 @@ def test_a_loss_whose_target_numbers_the_rows_of_the_mini_batch_is_to_be_compute
         torch.testing.assert_close(loss, contrastive(pipe.module(x), numbers))
 
 
+def test_a_tensor_of_the_target_that_may_have_no_rows_is_named_where_the_loss_is_no_mean():
+    def weighted(output, target):  # ["scale"] has a number for each of as many columns as rows
+        return F.mse_loss(output[:, 0], target["y"]) * target["scale"].mean() ** 3
+
+    target = {"y": torch.randn(8), "scale": torch.rand(8)}
+    with (
+        fxpipe.compile(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), TWO, chunks=4, loss_fn=weighted
+        ) as pipe,
+        pytest.warns(BatchWarning, match=r"target\['y'\] and target\['scale'\] are cut into"),
+    ):
+        pipe.step(torch.randn(8, 4), target=target)
+
+
 def test_a_loss_that_is_infinite_for_all_rows_has_to_be_said_to_be_a_mean_or_a_sum():
     model, (x, target) = Frames(), of_texts(8, 14)
     with (
