@@ -39,8 +39,8 @@ class OneSizeOnly(AnotherStrategy, RuntimeError):
     """A model, or its graph, does not take a batch of another size than the example's."""
 
 
-PASSES_ON = "__torch_function__", "__torch_dispatch__"
-"""The functions of a mode that calls of the model's go through."""
+_MODE = "__torch_function__", "__torch_dispatch__"  # what calls of a model's go through in a mode
+_PASSES_ON = "func(*args"  # the line there that calls the function of PyTorch's
 
 ITSELF = "itself fails on these inputs, ahead of compiling"
 """The words by which a note says that an error is the model's on the inputs of the call as they
@@ -66,4 +66,6 @@ def is_the_models(error: Exception) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return False
-    return frames[-1].name in PASSES_ON or not is_ours(frames[-1].filename)
+    last = frames[-1]
+    has_passed_on = last.name in _MODE and _PASSES_ON in (last.line or "")
+    return has_passed_on or not is_ours(last.filename)

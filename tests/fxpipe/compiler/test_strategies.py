@@ -73,6 +73,10 @@ def test_whose_error_it_is_is_known_by_the_line_that_raises_it():
 
     assert is_the_models(raised_by(within_a_mode)), "the mode has only passed the call on"
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("passes.common.recurrences._Recurrence", None)
+        assert not is_the_models(raised_by(within_a_mode)), "this error is of the mode's own"
+
     def exhausted():
         raise torch.OutOfMemoryError("no memory")
 
