@@ -403,7 +403,9 @@ class Pipeline(ModelProxy):
                 timelines.append(measured("measured", self._views.lane_names, record.marks))
         timelines.sort(key=lambda timeline: timeline.makespan)
         self._views.measured = timelines[len(timelines) // 2]
-        self._views.measured_sizes = [tuple(t.shape) for t in tensors_of((args, kwargs))]
+        is_input = self._runner.options.loss_fn is None  # of a model that returns its loss
+        given = tensors_of((args, kwargs, target if is_input else None))
+        self._views.measured_sizes = [tuple(tensor.shape) for tensor in given]
         return self._views.measured
 
     # ------------------------------------------------------------------ compiling, loading, closing

@@ -472,6 +472,24 @@ def test_a_measured_step_of_longer_inputs_is_not_compared():
         assert "as long as predicted" in said(pipe.explain(), "What limits the speed")
 
 
+class ReturnsItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, target):
+        return (self.second(self.first(x)) - target).square().mean()
+
+
+def test_a_target_that_the_model_takes_is_an_input_of_a_measured_step():
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    with fxpipe.compile(ReturnsItsLoss(), TWO, chunks=2) as pipe:
+        pipe.step(x, target=target)
+        pipe.measure(x, target=target, rounds=1)
+        found = said(pipe.explain(), "What limits the speed")
+    assert "as long as predicted" in found and "for inputs of" not in found
+
+
 def test_a_measured_step_of_other_micro_batches_is_not_compared():
     with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
         pipe.measure(X[:1], rounds=1)
