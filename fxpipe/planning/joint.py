@@ -182,9 +182,9 @@ class JointSearch:
         return self._settled(cut, self.lanes.step(cut, own, found.step.order))
 
     def faster(self, found: CutWithWays, part: int) -> CutWithWays:
-        """A step that is as fast as this one, or faster: the model is cut for its ways, and for
-        those in which one stage recomputes less, and again for those of what is faster, at most
-        :data:`TRIES` times."""
+        """A step that is as fast as this one, or faster: the model is cut for its ways, with each
+        of :data:`EXPOSED`, and for those in which one stage recomputes less, and again for those of
+        what is faster, at most :data:`TRIES` times."""
         tried: set[tuple[tuple[str, ...], float]] = set()
         while True:
             stages = len(found.cut.devices)

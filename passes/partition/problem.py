@@ -190,8 +190,8 @@ def machine(
         _, under_way = alive(own, chunks, k, order)  # how many micro-batches wait to be recomputed
         products = is_selective * np.asarray(under_way) / chunks
         needed = np.asarray(beside[i]) if beside else 0.0
-        longer = exposed * again, exposed * is_selective
-        found.append(Way(held, received, longer[0], moving, longer[1], products, needed))
+        again, partly = exposed * again, exposed * is_selective
+        found.append(Way(held, received, again, moving, partly, products, needed))
     more = np.array([0.0] * (k - 1) + [loss])
     if isinstance(devices, int):
         return Machine(k, ways=tuple(found), more=more)
