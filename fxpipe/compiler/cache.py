@@ -184,6 +184,13 @@ class Cache:
                 f"({value} in this one): make it a tensor, as a buffer or an argument",
             )
             return
+        if difference := before.global_values.difference():
+            warn(
+                f"{type(self.model).__name__} has been compiled {OFTEN} times, since a global "
+                f"variable that its forward reads differs between the calls ({difference}): make "
+                "it a tensor, as a buffer or an argument",
+            )
+            return
         for path in before.written(paths)[:1]:
             warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, a "

@@ -412,6 +412,7 @@ class Staging(ABC):
                     twin.tensors(prepared.traced.folded),
                     has_sizes=prepared.traced.front_end != "symbolic",
                     stateful=STATEFUL,
+                    global_values=twin.global_values.settled(),
                 ),
                 prepared.traced.largest_batch,
                 prepared.traced.sizes,

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from fxpipe.ir.errors import TraceError
 from fxpipe.ir.graph import attribute
 from fxpipe.ir.tensors import memory_of
-from fxpipe.trace.premises import Reads, tensors_in
+from fxpipe.trace.premises import Reads
+from fxpipe.trace.snapshots import tensors_in
 
 
 def refuse_leaked(model: nn.Module, reads: Reads, gm: fx.GraphModule) -> None:

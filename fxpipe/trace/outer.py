@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users
 from fxpipe.runtime.state import State
-from fxpipe.trace.premises import content_of
+from fxpipe.trace.snapshots import content_of
 
 _Cache: type[Any] = type(functools.cache(len))
 _CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
@@ -89,17 +89,31 @@ def _has_values(container: Any, depth: int = 3) -> bool:
 def _kept(model: nn.Module) -> Iterator[_Named]:
     """The caches, and the containers in global variables, classes and closures, that the code of a
     model's forward reads, as far as they are found by names."""
+    for values in _read(model):
+        yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
+
+
+def functions_of(model: nn.Module) -> Iterator[FunctionType]:
+    """The functions of the model's own code that its forward calls, as far as they are found by
+    names, each once."""
+    for values in _read(model):
+        yield from (f for _, f in values if isinstance(f, FunctionType) and is_users(f))
+
+
+def _read(model: nn.Module) -> Iterator[list[_Named]]:
+    """What the code of a model's forward reads by names, what the functions among this read, and so
+    on: a list for each of these levels."""
     modules = list(model.modules())
     classes = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-    classes = dict.fromkeys(filter(_is_users_class, classes))
+    classes = dict.fromkeys(filter(is_users_class, classes))
     values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
     known = {id(value) for _, value in values}
     names = {"forward"}
     for _ in range(_DEPTH):
         for kind in classes:  # what a function reads of any object may be one of these
             values += _new(_of_class(kind, sorted(names & vars(kind).keys())), known)
-        yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
-        functions = [f for _, f in values if isinstance(f, FunctionType) and _is_users(f)]
+        yield values
+        functions = [f for _, f in values if isinstance(f, FunctionType) and is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
         values = [part for _, value in values for part in _new(_read_by(value), known)]
 
@@ -111,18 +125,18 @@ def _new(values: Iterable[_Named], known: set[int]) -> list[_Named]:
     return found
 
 
-def _is_users_class(kind: type) -> bool:
+def is_users_class(kind: type) -> bool:
     """Whether a class may be of the model's code. It is told by a function of the class."""
     functions = (each for each in vars(kind).values() if isinstance(each, FunctionType))
-    return any(map(_is_users, islice(functions, 1)))
+    return any(map(is_users, islice(functions, 1)))
 
 
 def _is_users_object(value: Any) -> bool:
     """Whether a value is an object of a class of the model's code, other than a module."""
-    return not isinstance(value, nn.Module) and _is_users_class(type(value))
+    return not isinstance(value, nn.Module) and is_users_class(type(value))
 
 
-def _is_users(function: FunctionType) -> bool:
+def is_users(function: FunctionType) -> bool:
     """Whether a function may be of the model's code."""
     return is_a_users(function.__code__.co_filename, function.__module__ or "")
 
@@ -142,9 +156,9 @@ def _read_by(value: Any) -> Iterable[_Named]:
     if isinstance(value, functools.partial):
         return [("", value.func)]
     if isinstance(value, type):
-        return _of_class(value, vars(value)) if _is_users_class(value) else ()
+        return _of_class(value, vars(value)) if is_users_class(value) else ()
     if isinstance(value, FunctionType):
-        return _read_by_function(value) if _is_users(value) else ()
+        return _read_by_function(value) if is_users(value) else ()
     if not _is_users_object(value):
         return ()
     kind, own = type(value), getattr(value, "__dict__", {})

@@ -26,41 +26,38 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import reprlib
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import version_of
-from fxpipe.ir.source import is_a_models, is_of_a_model
+from fxpipe.ir.source import is_a_models
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import patches
 from fxpipe.trace.flags import OF_INPUTS, flag_of, flags_read, is_flag
+from fxpipe.trace.global_values import GlobalValues
 from fxpipe.trace.patches import patched
+from fxpipe.trace.snapshots import (
+    MISSING,
+    PLAIN,
+    difference_of,
+    is_constant,
+    said_of,
+    snapshot,
+    tensors_in,
+)
 from fxpipe.trace.ties import Ties
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
-"""The state of each attribute, as :func:`_state` gives it, at the time that it was first read."""
+"""The state of each attribute at the time that it was first read: a snapshot."""
 
-
-class _Missing(Enum):
-    MISSING = "missing"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-MISSING = _Missing.MISSING
-"""The value of an attribute that a module does not have."""
 
 _LOOK_UP = "__getattribute__"
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
@@ -70,19 +67,10 @@ _INHERITED = frozenset(dir(nn.Module))
 _FORWARD = "forward"
 _GETATTR = nn.Module.__getattr__  # as it is while nobody traces
 _TABLES = "_parameters", "_buffers", "_modules"  # in the order in which it looks into them
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
-    *(type, types.ModuleType),
-)
 _METHODS = (
     *(types.FunctionType, staticmethod, classmethod, functools.partialmethod),
     *(property, functools.cached_property),
 )
-_OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
-_MANY = 256  # longer containers are taken for data that no forward branches by: not compared
-_DEPTH = 6  # how deep values are compared that are nested in others
-_WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
-_FEW = 32
 
 
 @contextmanager
@@ -117,15 +105,15 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
                             return own[kind][name]
                 attribute = self, name
                 if self in modules and attribute not in reads and _is_missed(self, name):
-                    reads[attribute] = _state(MISSING)
+                    reads[attribute] = snapshot(MISSING)
                 raise
             if self in modules and (self, name) not in reads and not isinstance(value, nn.Module):
                 if name in original(self, "__dict__"):
-                    reads[self, name] = _state(value)
+                    reads[self, name] = snapshot(value)
                 elif name not in _INHERITED:
                     of_class = _of_class(type(self), name)
                     if of_class is value or isinstance(of_class, _METHODS):
-                        reads[self, name] = _state(of_class)
+                        reads[self, name] = snapshot(of_class)
             return value
 
         return watched
@@ -169,6 +157,7 @@ class Premises:
         has_sizes: whether the sizes of buffers are constants of the graph, as export makes them. In
             a symbolic graph they are not; but there, too, a forward may have asked which there are.
         stateful: the modules whose forward runs in each call, so that their buffers may change.
+        global_values: the global variables that the model's code reads.
 
     An attribute that the forward assigns before it reads it is no premise: the graph computes it.
     Such an attribute is recognised after the trace, when all attributes have been put back: its
@@ -183,7 +172,9 @@ class Premises:
         *,
         has_sizes: bool = True,
         stateful: Collection[nn.Module] = (),
+        global_values: GlobalValues | None = None,
     ) -> None:
+        self.global_values = global_values or GlobalValues()
         tables = [(m, m._parameters, m._buffers) for m in model.modules() if _has_tables(m)]
         self._parameters = [own for _, own, _ in tables if own]
         self._shapes = self._shapes_now()
@@ -211,11 +202,12 @@ class Premises:
             and not any(self._without_parameters)
             and not any(self._without_buffers)
             and self._ties.hold()
+            and self.global_values.hold()
             and not self._written
             and [t.requires_grad for t, _ in self._folded] == self._are_trained
             and not any(place.tensor is not tensor for place, tensor in self._held)
             and (self._are_the_same() or not self.broken())
-            and all(_state(value) == state for value, state in self._contents)
+            and all(snapshot(value) == state for value, state in self._contents)
         )
 
     @property
@@ -246,7 +238,8 @@ class Premises:
         for owner in self._owners:
             for name, state in owner.states.items():
                 if not owner.is_method(name) and name != OF_INPUTS:
-                    yield _path(paths, owner.module, name), _said(state)
+                    yield _path(paths, owner.module, name), said_of(state)
+        yield from self.global_values.said()
 
     def difference(self, paths: Mapping[nn.Module, str]) -> str:
         """The first thing that has changed since the graph was made, in words:
@@ -256,7 +249,7 @@ class Premises:
             owner = next(each for each in self._owners if each.module is module)
             if owner.is_method(name):
                 return f"the method {path} has been replaced"
-            return _difference(path, owner.states[name], state_of(module, name))
+            return difference_of(path, owner.states[name], state_of(module, name))
         if written := self.written(paths):
             return (
                 f"{written[0]} has been written to, and the graph has a constant computed from it"
@@ -277,7 +270,7 @@ class Premises:
             if place.tensor is not tensor:
                 path = _path(paths, place.module, place.name)
                 return f"{path} is another tensor than the one with which the graph was made"
-        return ""
+        return self.global_values.difference()
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
         """The same premises, less these attributes, which have turned out not to matter."""
@@ -379,7 +372,7 @@ class _Owner:
 
     def missing(self) -> Iterator[str]:
         """The attributes that neither the module nor its class had."""
-        missing = _state(MISSING)
+        missing = snapshot(MISSING)
         return (name for name, state in self.states.items() if state == missing)
 
     def contents(self) -> dict[int, tuple[Any, Any]]:
@@ -389,7 +382,7 @@ class _Owner:
         return {
             id(value): (value, self.states[name])
             for name, value in values.items()
-            if not _is_constant(value) and not self.is_method(name)
+            if not is_constant(value) and not self.is_method(name)
         }
 
     def tensors(self) -> Iterator[Tensor]:
@@ -438,105 +431,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 def state_of(module: nn.Module, name: str) -> Any:
     """A snapshot of an attribute, as it is now, to be compared with others."""
-    return _state(value_of(module, name))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is taken for immutable, and compared by ``==``."""
-    return isinstance(value, _PLAIN)
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return (
-        _is_plain(value) or isinstance(value, Tensor) or (callable(value) and not parts_of(value))
-    )
-
-
-class _Is:
-    """Compares a value by identity: two are equal if they hold the very same object."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and self.value is other.value
-
-    __hash__ = object.__hash__
-
-
-def _state(value: Any, depth: int = _DEPTH) -> Any:
-    """A snapshot of a value, which is compared with a later one to see whether the value changed.
-
-    A container is compared by its elements, a configuration object by its attributes, both at most
-    ``depth`` levels deep, the innermost ones only where there are few of them; anything else by its
-    identity.
-    """
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if depth and not isinstance(value, Tensor):
-        most = _MANY if depth > _DEPTH - _WIDE else _FEW
-        if isinstance(value, set | frozenset):
-            return type(value), frozenset(value)
-        if isinstance(value, list | tuple | deque) and len(value) <= most:
-            return type(value), [_state(each, depth - 1) for each in value]
-        if isinstance(value, Mapping) and len(value) <= most:
-            return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
-        if (parts := parts_of(value)) and len(parts) <= most:
-            return _Is(value), [(name, _state(part, depth - 1)) for name, part in parts]
-    return _Is(value)
-
-
-def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """The values that an object computes with: its class and its attributes; of a function, what is
-    in its closure; of a method, the object. Modules have premises of their own, and code of PyTorch
-    has none."""
-    if isinstance(value, nn.Module):
-        return []
-    if isinstance(value, types.FunctionType):
-        if value.__closure__ is None or not is_of_a_model(value.__code__.co_filename):
-            return []
-        pairs = zip(value.__code__.co_freevars, value.__closure__, strict=True)
-        return [(name, each) for name, cell in pairs for each in content_of(cell)]
-    if isinstance(value, types.MethodType):
-        return [("__self__", value.__self__)]
-    if isinstance(value, functools.partial):
-        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:
-        return []
-    own = getattr(value, "__dict__", {})
-    slots = [(name, getattr(value, name)) for name in slots_of(value)]
-    return [("__class__", type(value)), *own.items(), *slots]
-
-
-def content_of(cell: types.CellType) -> list[Any]:
-    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def tensors_in(state: Any) -> Iterator[Tensor]:
-    """The tensors in a snapshot of a value."""
-    if isinstance(state, _Is):
-        if isinstance(state.value, Tensor):
-            yield state.value
-    elif isinstance(state, list | tuple | frozenset):
-        for part in state:
-            yield from tensors_in(part)
-
-
-def slots_of(value: Any) -> list[str]:
-    """The names of an object's attributes that its classes keep in ``__slots__``."""
-    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
-    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
-    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
-
-
-_NO_SLOTS = "__dict__", "__weakref__"
+    return snapshot(value_of(module, name))
 
 
 def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
@@ -551,49 +446,6 @@ def _path_of(paths: Mapping[nn.Module, str], tensor: Tensor) -> str:
             if any(each is tensor for each in tensors_of(value)):
                 return _path(paths, module, name)
     return "a tensor"
-
-
-def _said(state: Any) -> str:
-    """Text that shows, on one line of a message, the value that a recorded state was taken of."""
-    if isinstance(state, _Is):
-        return _on_one_line(state.value)
-    kind, value = state
-    if isinstance(kind, _Is):
-        return _on_one_line(kind.value)
-    if issubclass(kind, Mapping):
-        return reprlib.repr({key: _Word(_said(each)) for key, each in value})
-    if issubclass(kind, list | tuple | deque):
-        return reprlib.repr([_Word(_said(each)) for each in value])
-    return reprlib.repr(value)
-
-
-def _on_one_line(value: Any) -> str:
-    return " ".join(reprlib.repr(value).split())
-
-
-class _Word(str):
-    """Text that is shown without quotation marks."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _difference(path: str, then: Any, now: Any) -> str:
-    """The first difference between two states, at the part of the value where it is."""
-    if isinstance(then, tuple) and isinstance(now, tuple) and then[0] == now[0]:
-        parts, others = then[1], now[1]
-        if isinstance(parts, list) and len(parts) == len(others):
-            for i, (part, other) in enumerate(zip(parts, others, strict=True)):
-                if part == other:
-                    continue
-                if isinstance(then[0], _Is) and part[0] == other[0]:
-                    return _difference(f"{path}.{part[0]}", part[1], other[1])
-                if not isinstance(then[0], _Is) and not issubclass(then[0], Mapping):
-                    return _difference(f"{path}[{i}]", part, other)
-                if part[0] == other[0]:
-                    return _difference(f"{path}[{part[0]!r}]", part[1], other[1])
-                break
-    return f"{path}: {_said(then)} → {_said(now)}"
 
 
 # ----------------------------------------------------------------- whether graphs compute the same
@@ -623,7 +475,7 @@ def are_alike(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(are_alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(are_alike, one, other))
-    return isinstance(one, (*_PLAIN, set)) and bool(one == other)
+    return isinstance(one, (*PLAIN, set)) and bool(one == other)
 
 
 def _functions(gm: fx.GraphModule) -> list[Any]:

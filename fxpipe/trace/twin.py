@@ -35,7 +35,9 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
-from fxpipe.trace.premises import Reads, content_of, slots_of, state_of
+from fxpipe.trace.global_values import GlobalValues
+from fxpipe.trace.premises import Reads, state_of
+from fxpipe.trace.snapshots import content_of, slots_of
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """The models of all twins that are alive."""
@@ -85,6 +87,7 @@ class Twin:
         if model in RECORDING:
             RECORDING[self.model] = RECORDING[model]
         STATEFUL.update(new for old, new in bare if old in STATEFUL)
+        self.global_values = GlobalValues.of(model)  # ahead of all runs, which may change some
         self._pairs = bare
         # Only this way round is kept: a model has tens of thousands of dicts for hooks.
         self._back = copies.reversed()

@@ -1,0 +1,183 @@
+"""Snapshots of values, which are compared with later ones to see whether a value has changed, and
+the words for it.
+
+::
+
+    snapshot(config)    the object config, with {"scale": 3, "layers": [1, 2]} in it
+    later               the same one, with {"scale": 4, "layers": [1, 2]}    config.scale: 3 → 4
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.source import is_of_a_model
+
+
+class _Missing(Enum):
+    MISSING = "missing"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+MISSING = _Missing.MISSING
+"""The value of an attribute that a module does not have."""
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
+    *(type, types.ModuleType),
+)
+_OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
+_MANY = 256  # longer containers are taken for data that no forward branches by: not compared
+_DEPTH = 6  # how deep values are compared that are nested in others
+_WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
+_FEW = 32
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is taken for immutable, and compared by ``==``."""
+    return isinstance(value, PLAIN)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
+    if type(value) is tuple:
+        return all(map(is_constant, value))
+    return is_plain(value) or isinstance(value, Tensor) or (callable(value) and not parts_of(value))
+
+
+class _Is:
+    """Compares a value by identity: two are equal if they hold the very same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self.value is other.value
+
+    __hash__ = object.__hash__
+
+
+def snapshot(value: Any, depth: int = _DEPTH) -> Any:
+    """A snapshot of a value, which is compared with a later one to see whether the value changed.
+
+    A container is compared by its elements, a configuration object by its attributes, both at most
+    ``depth`` levels deep, the innermost ones only where there are few of them; anything else by its
+    identity.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if depth and not isinstance(value, Tensor):
+        most = _MANY if depth > _DEPTH - _WIDE else _FEW
+        if isinstance(value, set | frozenset):
+            return type(value), frozenset(value)
+        if isinstance(value, list | tuple | deque) and len(value) <= most:
+            return type(value), [snapshot(each, depth - 1) for each in value]
+        if isinstance(value, Mapping) and len(value) <= most:
+            return type(value), [(key, snapshot(each, depth - 1)) for key, each in value.items()]
+        if (parts := parts_of(value)) and len(parts) <= most:
+            return _Is(value), [(name, snapshot(part, depth - 1)) for name, part in parts]
+    return _Is(value)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """The values that an object computes with: its class and its attributes; of a function, what is
+    in its closure; of a method, the object. Modules have premises of their own, and code of PyTorch
+    has none."""
+    if isinstance(value, nn.Module):
+        return []
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ is None or not is_of_a_model(value.__code__.co_filename):
+            return []
+        pairs = zip(value.__code__.co_freevars, value.__closure__, strict=True)
+        return [(name, each) for name, cell in pairs for each in content_of(cell)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:
+        return []
+    own = getattr(value, "__dict__", {})
+    slots = [(name, getattr(value, name)) for name in slots_of(value)]
+    return [("__class__", type(value)), *own.items(), *slots]
+
+
+def content_of(cell: types.CellType) -> list[Any]:
+    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """The tensors in a snapshot of a value."""
+    if isinstance(state, _Is):
+        if isinstance(state.value, Tensor):
+            yield state.value
+    elif isinstance(state, list | tuple | frozenset):
+        for part in state:
+            yield from tensors_in(part)
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of an object's attributes that its classes keep in ``__slots__``."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
+    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
+
+
+_NO_SLOTS = "__dict__", "__weakref__"
+
+
+def said_of(state: Any) -> str:
+    """Text that shows, on one line of a message, the value that a recorded state was taken of."""
+    if isinstance(state, _Is):
+        return _on_one_line(state.value)
+    kind, value = state
+    if isinstance(kind, _Is):
+        return _on_one_line(kind.value)
+    if issubclass(kind, Mapping):
+        return reprlib.repr({key: _Word(said_of(each)) for key, each in value})
+    if issubclass(kind, list | tuple | deque):
+        return reprlib.repr([_Word(said_of(each)) for each in value])
+    return reprlib.repr(value)
+
+
+def _on_one_line(value: Any) -> str:
+    return " ".join(reprlib.repr(value).split())
+
+
+class _Word(str):
+    """Text that is shown without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def difference_of(path: str, then: Any, now: Any) -> str:
+    """The first difference between two states, at the part of the value where it is."""
+    if isinstance(then, tuple) and isinstance(now, tuple) and then[0] == now[0]:
+        parts, others = then[1], now[1]
+        if isinstance(parts, list) and len(parts) == len(others):
+            for i, (part, other) in enumerate(zip(parts, others, strict=True)):
+                if part == other:
+                    continue
+                if isinstance(then[0], _Is) and part[0] == other[0]:
+                    return difference_of(f"{path}.{part[0]}", part[1], other[1])
+                if not isinstance(then[0], _Is) and not issubclass(then[0], Mapping):
+                    return difference_of(f"{path}[{i}]", part, other)
+                if part[0] == other[0]:
+                    return difference_of(f"{path}[{part[0]!r}]", part[1], other[1])
+                break
+    return f"{path}: {said_of(then)} → {said_of(now)}"

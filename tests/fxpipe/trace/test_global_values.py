@@ -1,0 +1,138 @@
+"""A model is compiled anew when a global variable changes that its forward computes with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+
+X = torch.ones(4, 3)
+
+SCALE = 2.0
+SETTINGS = {"shift": [1.0, 2.0], "name": "first"}
+CALLS = 0
+
+
+ARGS = SimpleNamespace(factor=2.0, step=0, log=print)
+
+
+class Config:
+    power = 1
+
+    def __init__(self) -> None:
+        self.bias = 0.5
+
+
+CONFIG = Config()
+
+
+def helped(x: Tensor) -> Tensor:
+    return x + SETTINGS["shift"][1]
+
+
+@pytest.fixture(autouse=True)
+def as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what tests assign."""
+    for name in "SCALE", "CALLS", "helped":
+        monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(globals(), "SETTINGS", {"shift": [1.0, 2.0], "name": "first"})
+    monkeypatch.setitem(globals(), "ARGS", SimpleNamespace(factor=2.0, step=0, log=print))
+    monkeypatch.setitem(globals(), "CONFIG", Config())
+    monkeypatch.setattr(Config, "power", 1)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(helped(self.first(x) * SCALE)) * ARGS.factor
+        return (y + CONFIG.bias) ** Config.power
+
+
+class Counts(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return self.second(self.first(x))
+
+
+def scaled() -> None:
+    global SCALE
+    SCALE = 3.0
+
+
+def shifted() -> None:
+    SETTINGS["shift"][1] = 5.0  # type: ignore[index]
+
+
+def settled_anew() -> None:
+    global SETTINGS
+    SETTINGS = {"shift": [0.0, -1.0], "name": "first"}
+
+
+def helped_otherwise() -> None:
+    globals()["helped"] = lambda x: x - 1
+
+
+def factored() -> None:
+    ARGS.factor = 7.0
+
+
+def biased() -> None:
+    CONFIG.bias = 0.25
+
+
+def squared() -> None:
+    Config.power = 2
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (scaled, "SCALE of .*: 2.0 → 3.0"),
+        (shifted, r"SETTINGS of .*\['shift'\]\[1\]: 2.0 → 5.0"),
+        (settled_anew, r"SETTINGS of .*\['shift'\]\[0\]: 1.0 → 0.0"),
+        (helped_otherwise, "helped of .* is another function, <lambda>"),
+        (factored, "ARGS of .*, 'factor': 2.0 → 7.0"),
+        (biased, "CONFIG of .*, 'bias': 0.5 → 0.25"),
+        (squared, "Config of .*, 'power': 1 → 2"),
+    ],
+)
+def test_a_change_is_seen_at_the_next_call(
+    change: Callable[[], None], said: str, tracer: str
+) -> None:
+    model = Reads()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        assert torch.equal(pipe(X), model(X))
+        change()
+        assert torch.equal(pipe(X), model(X))
+        (_, again) = pipe.compilations
+        assert any(re.search(f"the global variable {said}", why) for why in again.why)
+
+
+def test_a_call_without_a_change_is_no_compilation() -> None:
+    with fxpipe.compile(Reads(), ["cpu"] * 2, chunks=2) as pipe:
+        pipe(X)
+        SETTINGS["shift"] = [1.0, 2.0]  # another list, of equal numbers
+        ARGS.step += 1  # which the forward does not read
+        pipe(X)
+        assert len(pipe.compilations) == 1
+        assert pipe.guards.attributes["the global variable SCALE of " + __name__] == "2.0"
+
+
+def test_what_the_forward_itself_changes_is_not_watched() -> None:
+    global CALLS
+    with fxpipe.compile(Counts(), ["cpu"] * 2, chunks=2) as pipe:
+        pipe(X)
+        CALLS += 100
+        pipe(X)
+        assert len(pipe.compilations) == 1
