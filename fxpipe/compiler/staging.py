@@ -412,7 +412,9 @@ class Staging(ABC):
                     twin.tensors(prepared.traced.folded),
                     has_sizes=prepared.traced.front_end != "symbolic",
                     stateful=STATEFUL,
-                    global_values=twin.global_values.settled(),
+                    global_values=twin.global_values.settled(
+                        self.model, prepared.traced.graph_module
+                    ),
                 ),
                 prepared.traced.largest_batch,
                 prepared.traced.sizes,

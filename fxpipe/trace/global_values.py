@@ -26,7 +26,7 @@ from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users
 from fxpipe.trace.outer import functions_of, is_users, is_users_class
@@ -45,36 +45,43 @@ class _GlobalPlace:
     said: str
 
 
+_Key = tuple[int, str]  # which dictionary of global variables, by its id, and the name there
+
+
 class GlobalValues:
     """The global variables that some functions read, and the states that they have now."""
 
     def __init__(self, functions: Iterable[FunctionType] = ()) -> None:
         read = list(functions)
-        names = frozenset().union(*(_names_in(each.__code__) for each in read))
-        found = {}
+        names = frozenset[str]().union(*(_names_in(each.__code__) for each in read))
+        found: dict[_Key, list[_GlobalPlace]] = {}
         for function in read:
             scope, module = function.__globals__, function.__module__
-            for name in _globals_in(function.__code__):
-                if (id(scope), name) not in found and name in scope:
+            for key in _keys_of(function):
+                if key not in found and (name := key[1]) in scope:
                     place = _GlobalPlace(partial(scope.get, name, MISSING), f"{name} of {module}")
-                    found[id(scope), name] = list(_places(place, names, _DEEP))
-        self._watch([(place, snapshot(place.get())) for some in found.values() for place in some])
+                    found[key] = list(_places(place, names, _DEEP))
+        self._watch([(k, each, _now(each)) for k, places in found.items() for each in places])
 
     @staticmethod
     def of(model: nn.Module) -> GlobalValues:
         """Those that the code of a model reads."""
         return GlobalValues(functions_of(model))
 
-    def settled(self) -> GlobalValues:
-        """Those that are as they were: the forward itself has changed the others since."""
+    def settled(self, model: nn.Module, gm: fx.GraphModule) -> GlobalValues:
+        """Those that a graph of the model has as constants. What the forward itself has changed
+        since is none; nor is what only modules and functions read that the graph calls as they
+        are: they run, and read it, in every call."""
+        functions = functions_of(model, _called_as_they_are(gm))
+        read = {key for function in functions for key in _keys_of(function)}
         found = copy.copy(self)
-        found._watch([(place, then) for place, then in self._states if _now(place) == then])
+        found._watch([(k, p, then) for k, p, then in self._states if k in read and _now(p) == then])
         return found
 
-    def _watch(self, states: list[tuple[_GlobalPlace, Any]]) -> None:
+    def _watch(self, states: list[tuple[_Key, _GlobalPlace, Any]]) -> None:
         self._states = states
-        # The same once more, in lists that take little time to compare.
-        values = [(place.get, place.get()) for place, _ in states]
+        # The same once more, in a list that takes little time to compare.
+        values = [(place.get, place.get()) for _, place, _ in states]
         self._fixed = [(get, value) for get, value in values if is_constant(value)]
 
     def hold(self) -> bool:
@@ -86,7 +93,7 @@ class GlobalValues:
 
     def difference(self) -> str:
         """The first that has changed, in words; "" if none has."""
-        for place, then in self._states:
+        for _, place, then in self._states:
             if (now := _now(place)) != then:
                 if isinstance(value := place.get(), FunctionType):
                     return f"the global variable {place.said} is another function, {value.__name__}"
@@ -95,9 +102,26 @@ class GlobalValues:
 
     def said(self) -> Iterator[tuple[str, str]]:
         """Each of them but for functions, in words, and the value that it had."""
-        for place, state in self._states:
+        for _, place, state in self._states:
             if not isinstance(place.get(), FunctionType):
                 yield f"the global variable {place.said}", said_of(state)
+
+
+def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
+    """The modules and functions of the model's own code that a graph calls, which has not looked
+    into them."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            yield from gm.get_submodule(str(node.target)).modules()
+        elif node.op == "call_function":
+            yield node.target
+            if isinstance(kind := getattr(node.target, "__self__", None), type):
+                yield from (kind, *vars(kind).values())  # an autograd.Function
+
+
+def _keys_of(function: FunctionType) -> Iterator[_Key]:
+    """The keys of the global variables that a function reads."""
+    return ((id(function.__globals__), name) for name in _globals_in(function.__code__))
 
 
 def _now(place: _GlobalPlace) -> Any:

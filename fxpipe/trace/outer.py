@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -93,21 +93,22 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
         yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
 
 
-def functions_of(model: nn.Module) -> Iterator[FunctionType]:
+def functions_of(model: nn.Module, but: Iterable[Any] = ()) -> Iterator[FunctionType]:
     """The functions of the model's own code that its forward calls, as far as they are found by
-    names, each once."""
-    for values in _read(model):
+    names, each once. ``but``: the modules and functions that are not looked into."""
+    for values in _read(model, list(but)):
         yield from (f for _, f in values if isinstance(f, FunctionType) and is_users(f))
 
 
-def _read(model: nn.Module) -> Iterator[list[_Named]]:
+def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     """What the code of a model's forward reads by names, what the functions among this read, and so
     on: a list for each of these levels."""
-    modules = list(model.modules())
+    left_out = {id(each) for each in but}
+    modules = [module for module in model.modules() if id(module) not in left_out]
     classes = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
     classes = dict.fromkeys(filter(is_users_class, classes))
     values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
-    known = {id(value) for _, value in values}
+    known = {id(value) for _, value in values} | left_out
     names = {"forward"}
     for _ in range(_DEPTH):
         for kind in classes:  # what a function reads of any object may be one of these

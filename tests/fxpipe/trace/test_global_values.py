@@ -136,3 +136,49 @@ def test_what_the_forward_itself_changes_is_not_watched() -> None:
         CALLS += 100
         pipe(X)
         assert len(pipe.compilations) == 1
+
+
+@torch.fx.wrap
+def offset(x: Tensor) -> Tensor:
+    return x + SETTINGS["shift"][0]
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(offset(self.first(x)))
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * SCALE
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * SCALE
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Doubles.apply(self.first(x)))
+
+
+@pytest.mark.parametrize(("kind", "change"), [(Wrapped, shifted), (OwnFunction, scaled)])
+def test_what_runs_in_every_call_reads_them_itself(
+    kind: type[nn.Module], change: Callable[[], None]
+) -> None:
+    model = kind()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer="symbolic") as pipe:
+        assert torch.equal(pipe(X), model(X))
+        SETTINGS["shift"][0] = 4.0  # type: ignore[index]
+        change()
+        assert torch.equal(pipe(X), model(X))
+        assert len(pipe.compilations) == 1
