@@ -187,8 +187,8 @@ class Cache:
         if difference := before.global_values.difference():
             warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since a global "
-                f"variable that its forward reads differs between the calls ({difference}): make "
-                "it a tensor, as a buffer or an argument",
+                f"variable that its forward reads differs between the calls ({difference}): "
+                "give it as an argument, or keep it in a buffer whose values change in place",
             )
             return
         for path in before.written(paths)[:1]:

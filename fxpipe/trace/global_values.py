@@ -8,8 +8,9 @@
 
 They are found by the names that the code of the forward, and of the functions that it calls, reads
 as globals. Of their values numbers, texts, flags and the like count, in lists, tuples, sets and
-dicts, too, and functions of the model's own code; of an object, a class or a Python module of the
-model's own code the attributes that are read somewhere, by their names. What the forward itself
+dicts, too, and functions of the model's own code; whether a tensor is another one (a graph reads
+its values in each call); and of an object, a class or a Python module of the model's own code the
+attributes that are read somewhere, by their names. What the forward itself
 assigns does not count: a number of calls, say, would have the model compiled anew in each of them.
 """
 
@@ -95,15 +96,18 @@ class GlobalValues:
         """The first that has changed, in words; "" if none has."""
         for _, place, then in self._states:
             if (now := _now(place)) != then:
-                if isinstance(value := place.get(), FunctionType):
+                value = place.get()
+                if isinstance(value, FunctionType):
                     return f"the global variable {place.said} is another function, {value.__name__}"
+                if isinstance(value, Tensor):
+                    return f"the global variable {place.said} is another tensor"
                 return difference_of(f"the global variable {place.said}", then, now)
         return ""
 
     def said(self) -> Iterator[tuple[str, str]]:
-        """Each of them but for functions, in words, and the value that it had."""
+        """Each of them but for functions and tensors, in words, and the value that it had."""
         for _, place, state in self._states:
-            if not isinstance(place.get(), FunctionType):
+            if not isinstance(place.get(), FunctionType | Tensor):
                 yield f"the global variable {place.said}", said_of(state)
 
 
@@ -149,7 +153,7 @@ def _part(get: Callable[[], Any], name: str) -> Any:
 
 
 def _is_watched(value: Any, depth: int = _DEEP) -> bool:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (*_PLAIN, Tensor)):
         return True
     if isinstance(value, FunctionType):
         return depth == _DEEP and is_users(value)

@@ -17,7 +17,7 @@ X = torch.ones(4, 3)
 SCALE = 2.0
 SETTINGS = {"shift": [1.0, 2.0], "name": "first"}
 CALLS = 0
-
+TABLE = torch.full((3,), 2.0)
 
 ARGS = SimpleNamespace(factor=2.0, step=0, log=print)
 
@@ -41,6 +41,7 @@ def as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts back what tests assign."""
     for name in "SCALE", "CALLS", "helped":
         monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(globals(), "TABLE", torch.full((3,), 2.0))
     monkeypatch.setitem(globals(), "SETTINGS", {"shift": [1.0, 2.0], "name": "first"})
     monkeypatch.setitem(globals(), "ARGS", SimpleNamespace(factor=2.0, step=0, log=print))
     monkeypatch.setitem(globals(), "CONFIG", Config())
@@ -53,7 +54,7 @@ class Reads(nn.Module):
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.second(helped(self.first(x) * SCALE)) * ARGS.factor
+        y = self.second(helped(self.first(x) * SCALE)) * ARGS.factor + TABLE
         return (y + CONFIG.bias) ** Config.power
 
 
@@ -76,6 +77,11 @@ def shifted() -> None:
 def settled_anew() -> None:
     global SETTINGS
     SETTINGS = {"shift": [0.0, -1.0], "name": "first"}
+
+
+def put_another_table() -> None:
+    global TABLE
+    TABLE = torch.full((3,), 3.0)
 
 
 def helped_otherwise() -> None:
@@ -101,6 +107,7 @@ def squared() -> None:
         (scaled, "SCALE of .*: 2.0 → 3.0"),
         (shifted, r"SETTINGS of .*\['shift'\]\[1\]: 2.0 → 5.0"),
         (settled_anew, r"SETTINGS of .*\['shift'\]\[0\]: 1.0 → 0.0"),
+        (put_another_table, "TABLE of .* is another tensor"),
         (helped_otherwise, "helped of .* is another function, <lambda>"),
         (factored, "ARGS of .*, 'factor': 2.0 → 7.0"),
         (biased, "CONFIG of .*, 'bias': 0.5 → 0.25"),
@@ -127,6 +134,15 @@ def test_a_call_without_a_change_is_no_compilation() -> None:
         pipe(X)
         assert len(pipe.compilations) == 1
         assert pipe.guards.attributes["the global variable SCALE of " + __name__] == "2.0"
+
+
+def test_values_of_a_tensor_are_read_in_each_call() -> None:
+    model = Reads()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        pipe(X)
+        TABLE.mul_(3)
+        assert torch.equal(pipe(X), model(X))
+        assert len(pipe.compilations) == 1
 
 
 def test_what_the_forward_itself_changes_is_not_watched() -> None:
