@@ -35,6 +35,7 @@ from passes.partition.cut.downsets import (
     prefixes,
     united,
 )
+from passes.partition.cut.pins import cut_by_pins, stages_allowed
 from passes.partition.cut.search import EQUAL, Search, TooMuch
 
 DOWNSETS = 20_000  # a graph with more downsets than these is not solved exactly
@@ -124,12 +125,14 @@ def solve(
     """
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return None
+    if pins and stages_allowed(dag, pins, machine.stages) is None:
+        return None
     bound = lower_bound(dag, machine)
     if bound > limit * (1 + EQUAL):
         return None
     enough = min(bound * (1 + slack), limit)
     task = Task(machine, slack, pins or {}, effort or Effort(), enough, bound, limit)
-    found = _in_order(dag, task)
+    found = _in_order(dag, task) or _by_pins(dag, task)
     answer = _exact(dag, task, found)
     if answer is not None:
         return answer.cut
@@ -205,6 +208,12 @@ def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
         return found
     # Cuts that are about as fast have their boundaries near those of this one: there are few.
     return _searched(dag, task, everywhere, found) or found
+
+
+def _by_pins(dag: Dag, task: Task) -> tuple[int, ...] | None:
+    """A cut that keeps the pins and fits the memory, from which a search can begin."""
+    found = cut_by_pins(dag, task.pins, task.machine.stages) if task.pins else None
+    return found if found and prices(dag, task.machine, found).fits(task.machine) else None
 
 
 def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...] | None:

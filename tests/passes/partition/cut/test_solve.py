@@ -81,6 +81,40 @@ def test_large_graphs_are_cut_nearly_evenly(n):
     assert set(cut.stage) == {0, 1, 2, 3}
 
 
+def wide_with_pins(rng: random.Random, n: int, stages: int) -> tuple[Dag, dict[int, int]]:
+    """Rows of nodes side by side, of which each comes to an end in a stage of its own, so that no
+    order of all nodes has each stage in one piece; and the stages of some of the nodes."""
+    users: dict[int, set[int]] = {}
+    labels = list[int]()
+    for v in range(n):
+        sources = [v - 10] if v >= 10 else []
+        if sources and rng.random() < 0.1:
+            sources.append(rng.randrange(v))
+        for source in sources:
+            users.setdefault(source, set()).add(v)
+        least = max((labels[u] for u in sources), default=0)
+        labels.append(min(stages - 1, least + (rng.random() < 0.15)))
+    values = tuple(Value(v, tuple(sorted(us)), 1.0, 2.0) for v, us in users.items())
+    dag = Dag(np.array([[rng.random() for _ in range(n)]]), values)
+    first = {stage: labels.index(stage) for stage in range(stages)}
+    pins = {v: labels[v] for v in range(n) if rng.random() < 0.4 or first[labels[v]] == v}
+    return dag, pins
+
+
+@pytest.mark.parametrize("n", [150, 700])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_that_keeps_the_pins_is_found_if_there_is_one(n, seed):
+    dag, pins = wide_with_pins(random.Random(seed), n, 4)
+    cut = solve(dag, Machine(4), pins=pins, effort=Effort(downsets=0))
+    assert {node: cut.stage[node] for node in pins} == pins
+    assert all(cut.stage[u] <= cut.stage[v] for u, v in dag.edges)
+
+
+def test_pins_that_no_cut_keeps_are_seen_at_once():
+    dag = ladder(2000)
+    assert solve(dag, Machine(4), pins={10: 2, 500: 1}) is None
+
+
 def test_a_large_graph_keeps_its_pins():
     pins = {0: 0, 400: 2, 1999: 3}
     cut = solve(ladder(2000), Machine(4), pins=pins)
