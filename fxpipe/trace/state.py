@@ -269,8 +269,8 @@ def _tell(
     kind, path = type(example.model).__name__, f"{path}.{name}".removeprefix(".")
     warn(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
-        "after a call what it was before. The outputs of the model do not depend on it; if you "
-        "read it, let the forward return it",
+        "after a call what it was before. No output depends on what it was before; if you read it "
+        "after a call, let the forward return it, and read that",
     )
 
 
