@@ -186,9 +186,9 @@ class Cache:
             return
         if difference := before.global_values.difference():
             warn(
-                f"{type(self.model).__name__} has been compiled {OFTEN} times, since a global "
-                f"variable that its forward reads differs between the calls ({difference}): "
-                "give it as an argument, or keep it in a buffer whose values change in place",
+                f"{type(self.model).__name__} has been compiled {OFTEN} times, since what its "
+                f"forward reads differs between the calls ({difference}): give it as an argument, "
+                "or keep it in a buffer whose values change in place",
             )
             return
         for path in before.written(paths)[:1]:

@@ -1,4 +1,4 @@
-"""Global variables that a model computes with: a graph has their values as constants.
+"""Variables around a model that it computes with: a graph has their values as constants.
 
 ::
 
@@ -6,12 +6,14 @@
     def forward(self, x):                after the trace: the model is compiled anew
         return self.layer(x) * SCALE
 
-They are found by the names that the code of the forward, and of the functions that it calls, reads
-as globals. Of their values numbers, texts, flags and the like count, in lists, tuples, sets and
-dicts, too, and functions of the model's own code; whether a tensor is another one (a graph reads
-its values in each call); and of an object, a class or a Python module of the model's own code the
-attributes that are read somewhere, by their names. What the forward itself
-assigns does not count: a number of calls, say, would have the model compiled anew in each of them.
+They are the global variables, and those of functions around, that the code of the forward, and of
+the functions that it calls, reads by their names; defaults of these functions; and attributes of
+the model's classes. Of their values numbers, texts, flags and the like count, in lists, tuples,
+sets and dicts, too; whether a function, a module, a tensor or an array is another one (a graph
+reads the values of a tensor in each call); and of an object, a class, a function or a Python module
+of the model's own code the attributes that are read somewhere, by their names. What the forward
+itself assigns does not count: a number of calls, say, would have the model compiled anew in each
+of them.
 """
 
 from __future__ import annotations
@@ -23,92 +25,118 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users
-from fxpipe.trace.outer import functions_of, is_users, is_users_class
-from fxpipe.trace.snapshots import MISSING, difference_of, is_constant, said_of, snapshot
+from fxpipe.trace.outer import classes_of, functions_of, is_users, is_users_class
+from fxpipe.trace.snapshots import (
+    MISSING,
+    content_of,
+    difference_of,
+    is_constant,
+    said_of,
+    snapshot,
+)
 
-_PLAIN = bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
+    *(slice, range, np.generic),
+)
+_OTHERS = {  # what is compared by what it is, and words for another one
+    FunctionType | BuiltinFunctionType | partial: "function",
+    nn.Module: "module",
+    Tensor: "tensor",
+    np.ndarray: "array",
+}
 _FEW = 32  # a longer container is data
 _DEEP = 3  # how deep containers, and objects in objects, are followed
 
 
 @dataclass(frozen=True)
-class _GlobalPlace:
-    """What gives the value of a global variable, or of a part of it, and words for where it is."""
+class _Place:
+    """What gives the value of a variable, or of a part of it, and words for where it is."""
 
     get: Callable[[], Any]
     said: str
 
 
-_Key = tuple[int, str]  # which dictionary of global variables, by its id, and the name there
+_Key = tuple[int, str]  # what has the variable, by its id, and the name there
 
 
 class GlobalValues:
-    """The global variables that some functions read, and the states that they have now."""
+    """The variables around a model that some functions, and objects of some classes, read, and the
+    states that they have now."""
 
-    def __init__(self, functions: Iterable[FunctionType] = ()) -> None:
+    def __init__(
+        self, functions: Iterable[FunctionType] = (), classes: Iterable[type] = ()
+    ) -> None:
         read = list(functions)
         names = frozenset[str]().union(*(_names_in(each.__code__) for each in read))
-        found: dict[_Key, list[_GlobalPlace]] = {}
-        for function in read:
-            scope, module = function.__globals__, function.__module__
-            for key in _keys_of(function):
-                if key not in found and (name := key[1]) in scope:
-                    place = _GlobalPlace(partial(scope.get, name, MISSING), f"{name} of {module}")
-                    found[key] = list(_places(place, names, _DEEP))
+        found = {
+            key: list(_places(place, names, _DEEP))
+            for key, place in _variables(read, classes, names)
+        }
         self._watch([(k, each, _now(each)) for k, places in found.items() for each in places])
 
     @staticmethod
     def of(model: nn.Module) -> GlobalValues:
         """Those that the code of a model reads."""
-        return GlobalValues(functions_of(model))
+        return GlobalValues(functions_of(model), classes_of(model))
 
     def settled(self, model: nn.Module, gm: fx.GraphModule) -> GlobalValues:
         """Those that a graph of the model has as constants. What the forward itself has changed
         since is none; nor is what only modules and functions read that the graph calls as they
         are: they run, and read it, in every call."""
-        functions = functions_of(model, _called_as_they_are(gm))
-        read = {key for function in functions for key in _keys_of(function)}
+        left_out = list(_called_as_they_are(gm))
+        functions = list(functions_of(model, left_out))
+        names = frozenset[str]().union(*(_names_in(each.__code__) for each in functions))
+        read = {key for key, _ in _variables(functions, classes_of(model, left_out), names)}
         found = copy.copy(self)
         found._watch([(k, p, then) for k, p, then in self._states if k in read and _now(p) == then])
         return found
 
-    def _watch(self, states: list[tuple[_Key, _GlobalPlace, Any]]) -> None:
+    def _watch(self, states: list[tuple[_Key, _Place, Any]]) -> None:
         self._states = states
-        # The same once more, in a list that takes little time to compare.
-        values = [(place.get, place.get()) for _, place, _ in states]
-        self._fixed = [(get, value) for get, value in values if is_constant(value)]
+        # What takes little time to compare, and the rest.
+        values = [(place, then, place.get()) for _, place, then in states]
+        self._fixed = [(place.get, value) for place, _, value in values if is_constant(value)]
+        self._others = [(place, then) for place, then, value in values if not is_constant(value)]
 
     def hold(self) -> bool:
         """Whether all of them are as they were."""
-        are_the_same = all(get() is value for get, value in self._fixed)
-        if are_the_same and len(self._fixed) == len(self._states):
-            return True
-        return not self.difference()
+        if not all(get() is value for get, value in self._fixed):
+            return not self.difference()  # an equal value is as good as the same one
+        return all(_now(place) == then for place, then in self._others)
 
     def difference(self) -> str:
         """The first that has changed, in words; "" if none has."""
         for _, place, then in self._states:
             if (now := _now(place)) != then:
                 value = place.get()
-                if isinstance(value, FunctionType):
-                    return f"the global variable {place.said} is another function, {value.__name__}"
-                if isinstance(value, Tensor):
-                    return f"the global variable {place.said} is another tensor"
-                return difference_of(f"the global variable {place.said}", then, now)
+                for kind, word in _OTHERS.items():
+                    if isinstance(value, kind):
+                        return f"{place.said} is another {word}{_name_of(value)}"
+                return difference_of(place.said, then, now)
         return ""
 
     def said(self) -> Iterator[tuple[str, str]]:
-        """Each of them but for functions and tensors, in words, and the value that it had."""
+        """Each of them but for functions, modules, tensors and arrays, in words, and the value that
+        it had."""
         for _, place, state in self._states:
-            if not isinstance(place.get(), FunctionType | Tensor):
-                yield f"the global variable {place.said}", said_of(state)
+            if not isinstance(place.get(), tuple(_OTHERS)):
+                yield place.said, said_of(state)
 
 
 def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
@@ -123,24 +151,61 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
                 yield from (kind, *vars(kind).values())  # an autograd.Function
 
 
-def _keys_of(function: FunctionType) -> Iterator[_Key]:
-    """The keys of the global variables that a function reads."""
-    return ((id(function.__globals__), name) for name in _globals_in(function.__code__))
+def _variables(
+    functions: Iterable[FunctionType], classes: Iterable[type], names: frozenset[str]
+) -> Iterator[tuple[_Key, _Place]]:
+    """The variables that functions read, and the attributes of classes that have one of the names:
+    with a key for each, under which it may come several times."""
+    for function in functions:
+        scope, code = function.__globals__, function.__code__
+        for name in _globals_in(code):
+            if name in scope:
+                said = f"the global variable {name} of {function.__module__}"
+                yield (id(scope), name), _Place(partial(scope.get, name, MISSING), said)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                said = f"the variable {name} of {function.__qualname__}"
+                yield (id(cell), name), _Place(partial(_content, cell), said)
+        if function.__defaults__ or function.__kwdefaults__:
+            said = f"a default of {function.__qualname__}"
+            yield (id(function), "defaults"), _Place(partial(_defaults, function), said)
+    for kind in classes:
+        for name in sorted(names & vars(kind).keys()):
+            if not hasattr(vars(kind)[name], "__get__"):  # methods and properties are no values
+                said = f"the class attribute {kind.__qualname__}.{name}"
+                yield (id(kind), name), _Place(partial(_own, kind, name), said)
 
 
-def _now(place: _GlobalPlace) -> Any:
+def _content(cell: CellType) -> Any:
+    return next(iter(content_of(cell)), MISSING)
+
+
+def _defaults(function: FunctionType) -> Any:
+    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+
+
+def _own(kind: type, name: str) -> Any:
+    return vars(kind).get(name, MISSING)
+
+
+def _name_of(value: Any) -> str:
+    return f", {name}" if (name := getattr(value, "__name__", "")) else ""
+
+
+def _now(place: _Place) -> Any:
     return snapshot(place.get())
 
 
-def _places(place: _GlobalPlace, names: frozenset[str], depth: int) -> Iterator[_GlobalPlace]:
+def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place]:
     """This place, if its value is watched as a whole; else those of its parts that are read."""
     value = place.get()
-    if _is_watched(value):
+    is_whole = _is_watched(value)
+    if is_whole:
         yield place
-    elif depth and _has_parts(value):
+    if depth and _has_parts(value) and (not is_whole or isinstance(value, FunctionType)):
         parts = value if isinstance(value, Mapping) else vars(value)
         for name in sorted(names & {name for name in parts if isinstance(name, str)}):
-            part = _GlobalPlace(partial(_part, place.get, name), f"{place.said}, {name!r}")
+            part = _Place(partial(_part, place.get, name), f"{place.said}, {name!r}")
             yield from _places(part, names, depth - 1)
 
 
@@ -153,10 +218,8 @@ def _part(get: Callable[[], Any], name: str) -> Any:
 
 
 def _is_watched(value: Any, depth: int = _DEEP) -> bool:
-    if isinstance(value, (*_PLAIN, Tensor)):
+    if isinstance(value, (*_PLAIN, *_OTHERS)):
         return True
-    if isinstance(value, FunctionType):
-        return depth == _DEEP and is_users(value)
     if not depth or type(value) not in (list, tuple, set, frozenset, dict) or len(value) > _FEW:
         return False
     parts = value.values() if isinstance(value, dict) else value
@@ -169,6 +232,8 @@ def _has_parts(value: Any) -> bool:
         return False
     if isinstance(value, ModuleType):
         return is_a_users(str(vars(value).get("__file__")), value.__name__)
+    if isinstance(value, FunctionType):
+        return is_users(value)
     if isinstance(value, dict | argparse.Namespace | SimpleNamespace):
         return True
     kind = value if isinstance(value, type) else type(value)

@@ -100,13 +100,21 @@ def functions_of(model: nn.Module, but: Iterable[Any] = ()) -> Iterator[Function
         yield from (f for _, f in values if isinstance(f, FunctionType) and is_users(f))
 
 
+def classes_of(model: nn.Module, but: Iterable[Any] = ()) -> list[type]:
+    """The classes of the model's own code that its modules are of. ``but``: the modules that are
+    left out."""
+    left_out = {id(each) for each in but}
+    modules = (module for module in model.modules() if id(module) not in left_out)
+    classes = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return list(filter(is_users_class, classes))
+
+
 def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     """What the code of a model's forward reads by names, what the functions among this read, and so
     on: a list for each of these levels."""
     left_out = {id(each) for each in but}
     modules = [module for module in model.modules() if id(module) not in left_out]
-    classes = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
-    classes = dict.fromkeys(filter(is_users_class, classes))
+    classes = classes_of(model, but)
     values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
     known = {id(value) for _, value in values} | left_out
     names = {"forward"}

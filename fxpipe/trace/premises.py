@@ -247,8 +247,8 @@ class Premises:
         for module, name in self.broken():
             path = _path(paths, module, name)
             owner = next(each for each in self._owners if each.module is module)
-            if owner.is_method(name):
-                return f"the method {path} has been replaced"
+            if owner.is_method(name):  # also where only what is in its closure has changed
+                return self.global_values.difference() or f"the method {path} has been replaced"
             return difference_of(path, owner.states[name], state_of(module, name))
         if written := self.written(paths):
             return (

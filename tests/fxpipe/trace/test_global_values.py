@@ -1,14 +1,18 @@
-"""A model is compiled anew when a global variable changes that its forward computes with."""
+"""A model is compiled anew when a variable around it changes that its forward computes with."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxpipe
 
@@ -124,6 +128,113 @@ def test_a_change_is_seen_at_the_next_call(
         assert torch.equal(pipe(X), model(X))
         (_, again) = pipe.compilations
         assert any(re.search(f"the global variable {said}", why) for why in again.why)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def by_a_variable_of_a_function() -> tuple[nn.Module, Callable[[], None]]:
+    scale = 2.0
+
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * scale)
+
+    def change() -> None:
+        nonlocal scale
+        scale = 5.0
+
+    return Net(), change
+
+
+def by_the_class() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        scale = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * type(self).scale)
+
+    return Net(), lambda: setattr(Net, "scale", 5.0)
+
+
+def by_a_default() -> tuple[nn.Module, Callable[[], None]]:
+    def scaled_by(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(scaled_by(self.first(x)))
+
+    return Net(), lambda: setattr(scaled_by, "__defaults__", (5.0,))
+
+
+def by_an_attribute_of_a_function() -> tuple[nn.Module, Callable[[], None]]:
+    def scaled_by(x: Tensor) -> Tensor:
+        return x * scaled_by.scale  # type: ignore[attr-defined]
+
+    scaled_by.scale = 2.0  # type: ignore[attr-defined]
+
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(scaled_by(self.first(x)))
+
+    return Net(), lambda: setattr(scaled_by, "scale", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (by_a_variable_of_a_function, r"the variable scale of .*Net.forward: 2.0 → 5.0"),
+        (by_the_class, r"the class attribute .*Net.scale: 2.0 → 5.0"),
+        (by_a_default, r"a default of .*scaled_by\[0\]: 2.0 → 5.0"),
+        (by_an_attribute_of_a_function, r"scaled_by of .*, 'scale': 2.0 → 5.0"),
+    ],
+)
+def test_so_is_one_around_a_function_or_in_a_class(
+    what: Callable[[], tuple[nn.Module, Callable[[], None]]], said: str
+) -> None:
+    model, change = what()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        assert torch.equal(pipe(X), model(X))
+        change()
+        assert torch.equal(pipe(X), model(X))
+        (_, again) = pipe.compilations
+        assert any(re.search(said, why) for why in again.why)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (torch.relu, torch.tanh, "function, tanh"),
+        (nn.LayerNorm(3), nn.LayerNorm(3, eps=0.5), "module"),
+        (partial(F.leaky_relu, negative_slope=0.1), partial(F.elu, alpha=0.5), "function"),
+        (np.ones(3, np.float32), np.zeros(3, np.float32), "array"),
+        (slice(0, 2), slice(1, 3), "slice"),
+        ({"of": torch.relu}, {"of": torch.tanh}, "['of']: "),
+    ],
+)
+def test_another_object_is_seen_at_the_next_call(one: Any, other: Any, said: str) -> None:
+    used = one
+
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            if isinstance(used, np.ndarray):
+                return self.second(y * torch.from_numpy(used))
+            if isinstance(used, slice):
+                return self.second(y)[:, used]
+            return self.second(used["of"](y) if isinstance(used, dict) else used(y))
+
+    model = Net()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        assert torch.equal(pipe(X), model(X))
+        used = other
+        assert torch.equal(pipe(X), model(X))
+        (_, again) = pipe.compilations
+        assert any(said in why for why in again.why)
 
 
 def test_a_call_without_a_change_is_no_compilation() -> None:
