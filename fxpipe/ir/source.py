@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,21 @@ def is_a_users(filename: str, module: str) -> bool:
     tells of code that PyTorch or fxpipe has made by ``exec``, whose file does not."""
     is_a_packages = module.split(".")[0] in _PACKAGES and filename != _DEMO
     return is_of_a_model(filename) and not is_a_packages
+
+
+@cache
+def is_installed(filename: str) -> bool:
+    """Whether a file is of a package that has been installed, other than in place."""
+    return any(
+        f"{os.sep}{folder}{os.sep}" in filename for folder in ("site-packages", "dist-packages")
+    )
+
+
+def is_users_type(kind: type) -> bool:
+    """Whether a class is written in a module of a user, or of one who writes models."""
+    module = sys.modules.get(kind.__module__)
+    file = str(getattr(module, "__file__", None) or "")
+    return kind.__module__ != "builtins" and is_a_users(file, kind.__module__)
 
 
 def is_a_models(frame: FrameType) -> bool:

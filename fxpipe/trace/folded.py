@@ -8,7 +8,8 @@
     return h / self.tau.exp()           exp is computed during the trace: the graph has 7.389
     return h / float(self.tau)          the graph has 2.0
 
-A graph with such a constant is wrong once the tensor has been written to. So these tensors belong
+The same holds for a tensor in a global variable. A graph with such a constant is wrong once the
+tensor has been written to. So these tensors belong
 to what the graph depends on (:mod:`fxpipe.trace.premises`). And a constant has no gradient::
 
     for p in self.parameters():         the forward meets the parameters themselves, no proxies
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.runtime.writes import written_by
+from fxpipe.trace.global_values import GlobalValues
 from fxpipe.trace.patches import patched
 
 # Methods that read a tensor's memory without an operator of PyTorch.
@@ -41,7 +43,8 @@ class Folded:
     """Tensors of a model from which a trace has computed constants.
 
     Attributes:
-        tensors: parameters, buffers, and those that other attributes hold.
+        tensors: parameters, buffers, those that other attributes hold, and those in variables
+            around the model.
         trained: those that require gradients, and from which something has been computed while
             gradients are switched off, so that it has one in other calls; and constants of the
             graph that have a gradient.
@@ -63,15 +66,18 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
     for module in model.modules():
         for tensor in tensors_of(vars(module)):  # among which are all parameters and buffers
             own.setdefault(memory_of(tensor), []).append(tensor)
+    read = {memory: list(tensors) for memory, tensors in own.items()}
+    for tensor in GlobalValues.of(model).tensors:
+        read.setdefault(memory_of(tensor), []).append(tensor)
     found, met = Folded(), set[int]()
 
     def notice(value: Any) -> None:
         for tensor in tensors_of(value):
             memory = memory_of(tensor)
-            if memory in own and memory not in met:
+            if memory in read and memory not in met:
                 met.add(memory)
-                found.tensors += own[memory]
-            if memory in own and tensor.requires_grad and not torch.is_grad_enabled():
+                found.tensors += read[memory]
+            if memory in read and tensor.requires_grad and not torch.is_grad_enabled():
                 found.trained.append(tensor)
 
     def notice_write(tensor: Tensor) -> None:

@@ -32,6 +32,7 @@ def as_callable(function: type) -> Callable[..., Any]:
         return _APPLY.__get__(None, function)(*args, **kwargs)
 
     call.__name__, call.__module__ = function.__name__, function.__module__
+    call.function = function  # type: ignore[attr-defined]
     return call
 
 

@@ -7,13 +7,13 @@
         return self.layer(x) * SCALE
 
 They are the global variables, and those of functions around, that the code of the forward, and of
-the functions that it calls, reads by their names; defaults of these functions; and attributes of
-the model's classes. Of their values numbers, texts, flags and the like count, in lists, tuples,
-sets and dicts, too; whether a function, a module, a tensor or an array is another one (a graph
-reads the values of a tensor in each call); and of an object, a class, a function or a Python module
-of the model's own code the attributes that are read somewhere, by their names. What the forward
-itself assigns does not count: a number of calls, say, would have the model compiled anew in each
-of them.
+the functions that it calls, reads by their names; defaults of these functions; environment
+variables; and attributes of the model's classes. Of their values numbers, texts, flags and the like
+count, in lists, tuples, sets and dicts, too; whether a function, a module, a tensor or an array is
+another one (a graph reads the values of a tensor in each call); and of an object, a class, a
+function or a Python module of the model's own code the attributes that are read somewhere, by their
+names. What the forward itself assigns does not count: a number of calls, say, would have the model
+compiled anew in each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dis
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -39,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir.source import is_a_users
+from fxpipe.ir.source import is_a_users, is_installed
 from fxpipe.trace.outer import classes_of, functions_of, is_users, is_users_class
 from fxpipe.trace.snapshots import (
     MISSING,
@@ -48,6 +50,7 @@ from fxpipe.trace.snapshots import (
     is_constant,
     said_of,
     snapshot,
+    tensors_in,
 )
 
 _PLAIN = (
@@ -60,7 +63,9 @@ _OTHERS = {  # what is compared by what it is, and words for another one
     Tensor: "tensor",
     np.ndarray: "array",
 }
+_CONTAINERS = list, tuple, deque, set, frozenset, dict
 _FEW = 32  # a longer container is data
+_SMALL = 1024  # the elements of an array whose values are compared
 _DEEP = 3  # how deep containers, and objects in objects, are followed
 
 
@@ -120,6 +125,18 @@ class GlobalValues:
             return not self.difference()  # an equal value is as good as the same one
         return all(_now(place) == then for place, then in self._others)
 
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that are in these variables."""
+        return (tensor for *_, state in self._states for tensor in tensors_in(state))
+
+    def place_of(self, tensor: Tensor) -> str:
+        """Where a tensor is, in words; "" if it is in none of these variables."""
+        found = (
+            p.said for _, p, state in self._states if any(t is tensor for t in tensors_in(state))
+        )
+        return next(found, "")
+
     def difference(self) -> str:
         """The first that has changed, in words; "" if none has."""
         for _, place, then in self._states:
@@ -147,17 +164,19 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
             yield from gm.get_submodule(str(node.target)).modules()
         elif node.op == "call_function":
             yield node.target
-            if isinstance(kind := getattr(node.target, "__self__", None), type):
-                yield from (kind, *vars(kind).values())  # an autograd.Function
+            yield getattr(node.target, "function", None)  # an autograd.Function
 
 
 def _variables(
     functions: Iterable[FunctionType], classes: Iterable[type], names: frozenset[str]
 ) -> Iterator[tuple[_Key, _Place]]:
     """The variables that functions read, and the attributes of classes that have one of the names:
-    with a key for each, under which it may come several times."""
+    with a key for each, under which it may come several times. Installed packages read hundreds,
+    which nobody changes; so theirs are left out."""
     for function in functions:
         scope, code = function.__globals__, function.__code__
+        if is_installed(code.co_filename):
+            continue
         for name in _globals_in(code):
             if name in scope:
                 said = f"the global variable {name} of {function.__module__}"
@@ -166,22 +185,22 @@ def _variables(
             if name != "__class__":
                 said = f"the variable {name} of {function.__qualname__}"
                 yield (id(cell), name), _Place(partial(_content, cell), said)
-        if function.__defaults__ or function.__kwdefaults__:
-            said = f"a default of {function.__qualname__}"
-            yield (id(function), "defaults"), _Place(partial(_defaults, function), said)
+        for name in _environment(code):
+            said = f"the environment variable {name}"
+            yield (id(os.environ), name), _Place(partial(os.environ.get, name, MISSING), said)
+        for name in "__defaults__", "__kwdefaults__":
+            if getattr(function, name):
+                said = f"a default of {function.__qualname__}"
+                yield (id(function), name), _Place(partial(getattr, function, name), said)
     for kind in classes:
         for name in sorted(names & vars(kind).keys()):
-            if not hasattr(vars(kind)[name], "__get__"):  # methods and properties are no values
+            if not _is_a_method(vars(kind)[name]):
                 said = f"the class attribute {kind.__qualname__}.{name}"
                 yield (id(kind), name), _Place(partial(_own, kind, name), said)
 
 
 def _content(cell: CellType) -> Any:
     return next(iter(content_of(cell)), MISSING)
-
-
-def _defaults(function: FunctionType) -> Any:
-    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
 
 
 def _own(kind: type, name: str) -> Any:
@@ -193,7 +212,10 @@ def _name_of(value: Any) -> str:
 
 
 def _now(place: _Place) -> Any:
-    return snapshot(place.get())
+    value = place.get()
+    if isinstance(value, np.ndarray) and value.size <= _SMALL:
+        return snapshot(value), value.tobytes()
+    return snapshot(value)
 
 
 def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place]:
@@ -202,16 +224,36 @@ def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place
     is_whole = _is_watched(value)
     if is_whole:
         yield place
-    if depth and _has_parts(value) and (not is_whole or isinstance(value, FunctionType)):
-        parts = value if isinstance(value, Mapping) else vars(value)
-        for name in sorted(names & {name for name in parts if isinstance(name, str)}):
+    if depth and (not is_whole or isinstance(value, FunctionType)):
+        for name in _parts(value, names):
             part = _Place(partial(_part, place.get, name), f"{place.said}, {name!r}")
             yield from _places(part, names, depth - 1)
 
 
-def _part(get: Callable[[], Any], name: str) -> Any:
-    """An entry of a dict, or an attribute of an object, that has this name."""
+def _parts(value: Any, names: frozenset[str]) -> Iterable[str | int]:
+    """The names or places of the parts of a value that may be read."""
+    if isinstance(value, list | tuple):
+        return range(len(value) if len(value) <= _FEW else 0)
+    if not _has_parts(value):
+        return ()
+    parts = value if isinstance(value, Mapping) else vars(value)
+    found = (name for name in parts if isinstance(name, str))
+    if isinstance(value, type):
+        found = (name for name in found if not _is_a_method(parts[name]))
+    return sorted(names.intersection(found))
+
+
+def _is_a_method(value: Any) -> bool:
+    """Whether what is in a class is a method, a property or the like."""
+    return hasattr(value, "__get__")
+
+
+def _part(get: Callable[[], Any], name: str | int) -> Any:
+    """An element, an entry of a dict, or an attribute of an object."""
     value = get()
+    if isinstance(name, int):
+        is_there = isinstance(value, list | tuple) and name < len(value)
+        return value[name] if is_there else MISSING
     if isinstance(value, Mapping):
         return value.get(name, MISSING)
     return getattr(value, "__dict__", {}).get(name, MISSING)
@@ -220,7 +262,7 @@ def _part(get: Callable[[], Any], name: str) -> Any:
 def _is_watched(value: Any, depth: int = _DEEP) -> bool:
     if isinstance(value, (*_PLAIN, *_OTHERS)):
         return True
-    if not depth or type(value) not in (list, tuple, set, frozenset, dict) or len(value) > _FEW:
+    if not depth or type(value) not in _CONTAINERS or len(value) > _FEW:
         return False
     parts = value.values() if isinstance(value, dict) else value
     return all(_is_watched(part, depth - 1) for part in parts)
@@ -248,6 +290,14 @@ def _globals_in(code: CodeType) -> tuple[str, ...]:
     loads = "LOAD_GLOBAL", "LOAD_NAME"
     read = {each.argval for each in dis.get_instructions(code) if each.opname in loads}
     return tuple(sorted(read.union(*map(_globals_in, _within(code)))))
+
+
+@lru_cache(maxsize=4096)
+def _environment(code: CodeType) -> tuple[str, ...]:
+    """The texts in code that reads environment variables: they may be names of some."""
+    if not {"environ", "getenv"} & _names_in(code):
+        return ()
+    return tuple(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir.source import is_a_users
+from fxpipe.ir.source import is_a_users, is_users_type
 from fxpipe.runtime.state import State
 from fxpipe.trace.snapshots import content_of
 
@@ -135,9 +134,10 @@ def _new(values: Iterable[_Named], known: set[int]) -> list[_Named]:
 
 
 def is_users_class(kind: type) -> bool:
-    """Whether a class may be of the model's code. It is told by a function of the class."""
-    functions = (each for each in vars(kind).values() if isinstance(each, FunctionType))
-    return any(map(is_users, islice(functions, 1)))
+    """Whether a class may be of the model's code. It is told by a function of the class or, where
+    it has none, as one of settings, by its module."""
+    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+    return is_users(functions[0]) if functions else is_users_type(kind)
 
 
 def _is_users_object(value: Any) -> bool:

@@ -217,7 +217,10 @@ class Premises:
 
     def written(self, paths: Mapping[nn.Module, str]) -> list[str]:
         """The paths of these tensors. ``paths`` are those of the model's modules."""
-        return [_path_of(paths, tensor) for tensor in self._written]
+        return [self._path_of(paths, tensor) for tensor in self._written]
+
+    def _path_of(self, paths: Mapping[nn.Module, str], tensor: Tensor) -> str:
+        return self.global_values.place_of(tensor) or _path_of(paths, tensor)
 
     @property
     def are_past(self) -> bool:
@@ -257,7 +260,7 @@ class Premises:
         for (tensor, _), is_trained in zip(self._folded, self._are_trained, strict=True):
             if tensor.requires_grad is not is_trained:
                 now = f"{is_trained} → {tensor.requires_grad}"
-                return f"{_path_of(paths, tensor)}.requires_grad: {now}"
+                return f"{self._path_of(paths, tensor)}.requires_grad: {now}"
         if self._shapes_now() != self._shapes or any(self._without_parameters):
             return "shapes of parameters have changed"
         if of_buffers := self._changed_buffers(paths):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import reprlib
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_of_a_model, is_users_type
 
 
 class _Missing(Enum):
@@ -37,6 +38,7 @@ PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
     *(type, types.ModuleType),
 )
+_SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_of has found
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are taken for data that no forward branches by: not compared
 _DEPTH = 6  # how deep values are compared that are nested in others
@@ -53,6 +55,8 @@ def is_constant(value: Any) -> bool:
     """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
     if type(value) is tuple:
         return all(map(is_constant, value))
+    if isinstance(value, type):
+        return not settings_of(value)
     return is_plain(value) or isinstance(value, Tensor) or (callable(value) and not parts_of(value))
 
 
@@ -75,6 +79,8 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     ``depth`` levels deep, the innermost ones only where there are few of them; anything else by its
     identity.
     """
+    if depth and isinstance(value, type) and (settings := settings_of(value)):
+        return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
     if isinstance(value, PLAIN):
         return type(value), value
     if depth and not isinstance(value, Tensor):
@@ -100,7 +106,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         if value.__closure__ is None or not is_of_a_model(value.__code__.co_filename):
             return []
         pairs = zip(value.__code__.co_freevars, value.__closure__, strict=True)
-        return [(name, each) for name, cell in pairs for each in content_of(cell)]
+        cells = [(name, cell) for name, cell in pairs if name != "__class__"]  # of super()
+        return [(name, each) for name, cell in cells for each in content_of(cell)]
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__)]
     if isinstance(value, functools.partial):
@@ -110,6 +117,23 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     own = getattr(value, "__dict__", {})
     slots = [(name, getattr(value, name)) for name in slots_of(value)]
     return [("__class__", type(value)), *own.items(), *slots]
+
+
+def settings_of(kind: type) -> list[tuple[str, Any]]:
+    """The attributes of a class of the model's own code, other than a module's, that are no
+    methods: it may be there for nothing else than to hold them."""
+    if kind not in _SETTINGS:
+        _SETTINGS[kind] = tuple(_names_of_settings(kind))
+    own = vars(kind)
+    return [(name, own[name]) for name in _SETTINGS[kind] if name in own]
+
+
+def _names_of_settings(kind: type) -> Iterator[str]:
+    if issubclass(kind, nn.Module | Enum) or not is_users_type(kind):
+        return
+    for name, value in vars(kind).items():
+        if not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+            yield name
 
 
 def content_of(cell: types.CellType) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,12 @@ def as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ARGS", SimpleNamespace(factor=2.0, step=0, log=print))
     monkeypatch.setitem(globals(), "CONFIG", Config())
     monkeypatch.setattr(Config, "power", 1)
+    monkeypatch.setattr(Settings, "scale", 2.0)
+    monkeypatch.setitem(globals(), "STATISTICS", torch.tensor([2.0, 1.0]))
+    monkeypatch.setitem(globals(), "FACTORS", np.array([2.0, 1.0], np.float32))
+    monkeypatch.setitem(globals(), "OBJECTS", [SimpleNamespace(scale=2.0)])
+    monkeypatch.setenv("OF_THIS_TEST", "")  # so that it is put back
+    monkeypatch.delenv("OF_THIS_TEST")
 
 
 class Reads(nn.Module):
@@ -184,16 +191,97 @@ def by_an_attribute_of_a_function() -> tuple[nn.Module, Callable[[], None]]:
     return Net(), lambda: setattr(scaled_by, "scale", 5.0)
 
 
+class Settings:
+    scale = 2.0
+
+
+STATISTICS = torch.tensor([2.0, 1.0])
+FACTORS = np.array([2.0, 1.0], np.float32)
+OBJECTS = [SimpleNamespace(scale=2.0)]
+
+
+def by_settings_in_a_class_without_methods() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * Settings.scale)
+
+    return Net(), lambda: setattr(Settings, "scale", 5.0)
+
+
+def by_settings_in_a_class_that_is_an_attribute() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        settings = Settings
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * self.settings.scale)
+
+    return Net(), lambda: setattr(Settings, "scale", 5.0)
+
+
+def by_an_object_in_a_list() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * OBJECTS[0].scale)
+
+    return Net(), lambda: setattr(OBJECTS[0], "scale", 5.0)
+
+
+def added_to() -> None:
+    STATISTICS.add_(1)
+
+
+def by_what_is_computed_from_a_tensor() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second((self.first(x) - STATISTICS[0]) / (STATISTICS[1] + 1))
+
+    return Net(), added_to
+
+
+def by_a_number_from_a_tensor() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * STATISTICS.mean().item())
+
+    return Net(), added_to
+
+
+def by_a_number_from_an_array() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * float(FACTORS[0]))
+
+    return Net(), lambda: FACTORS.__setitem__(0, FACTORS[0] + 1)
+
+
+def by_an_environment_variable() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * float(os.environ.get("OF_THIS_TEST", "2.0")))
+
+    def change() -> None:
+        os.environ["OF_THIS_TEST"] = "5.0"
+
+    return Net(), change
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        (by_settings_in_a_class_without_methods, "Settings of .*, 'scale': 2.0 → 5.0"),
+        (by_settings_in_a_class_that_is_an_attribute, r"settings.scale: 2.0 → 5.0"),
+        (by_an_object_in_a_list, "OBJECTS of .*, 0, 'scale': 2.0 → 5.0"),
+        (by_what_is_computed_from_a_tensor, "STATISTICS of .* has been written to"),
+        (by_a_number_from_a_tensor, "STATISTICS of .* has been written to"),
+        (by_a_number_from_an_array, "FACTORS of .* is another array"),
+        (by_an_environment_variable, "the environment variable OF_THIS_TEST: missing → '5.0'"),
         (by_a_variable_of_a_function, r"the variable scale of .*Net.forward: 2.0 → 5.0"),
         (by_the_class, r"the class attribute .*Net.scale: 2.0 → 5.0"),
         (by_a_default, r"a default of .*scaled_by\[0\]: 2.0 → 5.0"),
         (by_an_attribute_of_a_function, r"scaled_by of .*, 'scale': 2.0 → 5.0"),
     ],
 )
-def test_so_is_one_around_a_function_or_in_a_class(
+def test_so_is_one_elsewhere(
     what: Callable[[], tuple[nn.Module, Callable[[], None]]], said: str
 ) -> None:
     model, change = what()
