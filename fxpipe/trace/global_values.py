@@ -236,11 +236,20 @@ def _parts(value: Any, names: frozenset[str]) -> Iterable[str | int]:
         return range(len(value) if len(value) <= _FEW else 0)
     if not _has_parts(value):
         return ()
-    parts = value if isinstance(value, Mapping) else vars(value)
-    found = (name for name in parts if isinstance(name, str))
+    found: set[Any] = set(value if isinstance(value, Mapping) else vars(value))
     if isinstance(value, type):
-        found = (name for name in found if not _is_a_method(parts[name]))
-    return sorted(names.intersection(found))
+        found.clear()
+    if not isinstance(value, Mapping | ModuleType | FunctionType):
+        found.update(_of_class(value if isinstance(value, type) else type(value)))
+    return sorted(names.intersection(name for name in found if isinstance(name, str)))
+
+
+def _of_class(kind: type) -> Iterator[str]:
+    """The names of what is no method in a class, and in those of the model's own code that it
+    inherits from."""
+    for each in kind.__mro__:
+        if hasattr(each, "__dataclass_fields__") or is_users_class(each):
+            yield from (name for name, value in vars(each).items() if not _is_a_method(value))
 
 
 def _is_a_method(value: Any) -> bool:
@@ -256,7 +265,9 @@ def _part(get: Callable[[], Any], name: str | int) -> Any:
         return value[name] if is_there else MISSING
     if isinstance(value, Mapping):
         return value.get(name, MISSING)
-    return getattr(value, "__dict__", {}).get(name, MISSING)
+    own = () if isinstance(value, type) else (getattr(value, "__dict__", {}),)
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    return next((each[name] for each in (*own, *map(vars, kinds)) if name in each), MISSING)
 
 
 def _is_watched(value: Any, depth: int = _DEEP) -> bool:

@@ -124,15 +124,15 @@ def settings_of(kind: type) -> list[tuple[str, Any]]:
     methods: it may be there for nothing else than to hold them."""
     if kind not in _SETTINGS:
         _SETTINGS[kind] = tuple(_names_of_settings(kind))
-    own = vars(kind)
-    return [(name, own[name]) for name in _SETTINGS[kind] if name in own]
+    return [(name, getattr(kind, name)) for name in _SETTINGS[kind] if hasattr(kind, name)]
 
 
 def _names_of_settings(kind: type) -> Iterator[str]:
-    if issubclass(kind, nn.Module | Enum) or not is_users_type(kind):
+    if issubclass(kind, nn.Module | Enum):
         return
-    for name, value in vars(kind).items():
-        if not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+    for name, value in (pair for each in kind.__mro__ for pair in vars(each).items()):
+        is_hidden = name.startswith("__") or callable(value) or hasattr(value, "__get__")
+        if not is_hidden and is_users_type(kind):
             yield name
 
 

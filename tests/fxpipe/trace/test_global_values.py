@@ -52,6 +52,7 @@ def as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "CONFIG", Config())
     monkeypatch.setattr(Config, "power", 1)
     monkeypatch.setattr(Settings, "scale", 2.0)
+    monkeypatch.setitem(globals(), "OF_A_CLASS", Derived())
     monkeypatch.setitem(globals(), "STATISTICS", torch.tensor([2.0, 1.0]))
     monkeypatch.setitem(globals(), "FACTORS", np.array([2.0, 1.0], np.float32))
     monkeypatch.setitem(globals(), "OBJECTS", [SimpleNamespace(scale=2.0)])
@@ -122,7 +123,7 @@ def squared() -> None:
         (helped_otherwise, "helped of .* is another function, <lambda>"),
         (factored, "ARGS of .*, 'factor': 2.0 → 7.0"),
         (biased, "CONFIG of .*, 'bias': 0.5 → 0.25"),
-        (squared, "Config of .*, 'power': 1 → 2"),
+        (squared, "(CONFIG|Config) of .*, 'power': 1 → 2"),
     ],
 )
 def test_a_change_is_seen_at_the_next_call(
@@ -208,6 +209,41 @@ def by_settings_in_a_class_without_methods() -> tuple[nn.Module, Callable[[], No
     return Net(), lambda: setattr(Settings, "scale", 5.0)
 
 
+class Derived(Settings):
+    pass
+
+
+OF_A_CLASS = Derived()
+
+
+def by_what_an_object_has_of_its_class() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * OF_A_CLASS.scale)
+
+    return Net(), lambda: setattr(Settings, "scale", 5.0)
+
+
+def by_what_an_object_had_of_its_class() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * OF_A_CLASS.scale)
+
+    return Net(), lambda: setattr(OF_A_CLASS, "scale", 5.0)
+
+
+def by_an_attribute_of_a_class_of_settings() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Derived()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * self.settings.scale)
+
+    return Net(), lambda: setattr(Settings, "scale", 5.0)
+
+
 def by_settings_in_a_class_that_is_an_attribute() -> tuple[nn.Module, Callable[[], None]]:
     class Net(Two):
         settings = Settings
@@ -269,6 +305,9 @@ def by_an_environment_variable() -> tuple[nn.Module, Callable[[], None]]:
     ("what", "said"),
     [
         (by_settings_in_a_class_without_methods, "Settings of .*, 'scale': 2.0 → 5.0"),
+        (by_what_an_object_has_of_its_class, "OF_A_CLASS of .*, 'scale': 2.0 → 5.0"),
+        (by_what_an_object_had_of_its_class, "OF_A_CLASS of .*, 'scale': 2.0 → 5.0"),
+        (by_an_attribute_of_a_class_of_settings, "settings.__class__.scale: 2.0 → 5.0"),
         (by_settings_in_a_class_that_is_an_attribute, r"settings.scale: 2.0 → 5.0"),
         (by_an_object_in_a_list, "OBJECTS of .*, 0, 'scale': 2.0 → 5.0"),
         (by_what_is_computed_from_a_tensor, "STATISTICS of .* has been written to"),
