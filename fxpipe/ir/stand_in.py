@@ -39,6 +39,8 @@ class StandIn:
         products: the work of the products among its operators.
         kept: the bytes that it saves for its backward beside what is said by the next two.
         saved_sources, saved_outputs: the places of those sources and outputs that it saves.
+        uncounted: how many of the sources, the last ones, get a gradient that takes no memory and
+            no work: it is added at once to that of the same source at an earlier place.
     """
 
     outputs: Sequence[Output]
@@ -48,6 +50,7 @@ class StandIn:
     kept: int = 0
     saved_sources: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
+    uncounted: int = 0
 
     def call(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """What the call gives for these tensors, of which there is at least one. Each gets a
@@ -85,7 +88,8 @@ class _StandInCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         given = [gradient for gradient in gradients if gradient is not None]
-        needed = ctx.needs_input_grad[1:]
+        counted = len(ctx.shapes) - ctx.stand_in.uncounted
+        needed = [is_needed and i < counted for i, is_needed in enumerate(ctx.needs_input_grad[1:])]
         wanted = [look for look, is_needed in zip(ctx.shapes, needed, strict=True) if is_needed]
         found = iter(_made(given, wanted, ctx.stand_in.backward, Load()))
         return None, *(next(found) if is_needed else None for is_needed in needed)

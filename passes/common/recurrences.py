@@ -153,10 +153,14 @@ class _Recurrence:
         *_, dropout, train, _, _ = self.rest
         if dropout and train:  # a number, for who looks whether any is drawn
             forward = _less(forward, [torch.rand(())], 1)
-        # Those of weights are added to each other at once, and hold no memory.
         own = self.x, *self.states
         again = [
             source for source, count in zip(own, few.edges, strict=False) for _ in range(count - 1)
+        ]
+        # Those of weights are added to each other at once, and hold no memory.
+        counts_of_weights = few.edges[len(own) :]
+        used_again = [
+            w for w, count in zip(self.weights, counts_of_weights, strict=True) if count > 1
         ]
         stand_in = StandIn(
             [
@@ -169,8 +173,9 @@ class _Recurrence:
             grown(few.kept, more.kept),
             few.saved_sources,
             few.saved_results,
+            uncounted=len(used_again),
         )
-        return tuple(stand_in.call([*self.sources, *again]))
+        return tuple(stand_in.call([*self.sources, *again, *used_again]))
 
     def _output(self, few: Tensor, more: Tensor) -> Output:
         shape = list(few.shape)

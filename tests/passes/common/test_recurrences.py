@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fxpipe
 from fxpipe.ir.graph import COST, RANDOM
 from passes import Alias, AnalyticCost, Rows
 from passes.common import recurrences
@@ -97,6 +99,18 @@ def test_more_steps_take_no_longer(dispatched):
         counts.append(dispatched[0])
     few, many = counts
     assert many < 1.2 * few, "but for what the caches of fake tensors have had"
+
+
+@pytest.mark.parametrize("layer", ["GRU", "RNN"])
+def test_weights_that_it_uses_at_each_step_get_the_bits_of_the_loop(layer):
+    around, x = Around(LAYERS[layer]()), torch.randn(ROWS, STEPS, 5)
+    reference = copy.deepcopy(around)
+    for output in reversed([reference(part) for part in x.chunk(3)]):
+        output.square().sum().backward()
+    with fxpipe.compile(around, ["cpu"], chunks=3) as pipe:
+        pipe(x).square().sum().backward()
+    for own, expected in zip(around.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)
 
 
 def test_a_layer_with_a_kernel_of_its_own_runs_as_it_is():
