@@ -71,10 +71,12 @@ _DEEP = 3  # how deep containers, and objects in objects, are followed
 
 @dataclass(frozen=True)
 class _Place:
-    """What gives the value of a variable, or of a part of it, and words for where it is."""
+    """What gives the value of a variable, or of a part of it, and words for where it is.
+    ``is_shown``: whether it is told of before it has changed."""
 
     get: Callable[[], Any]
     said: str
+    is_shown: bool = True
 
 
 _Key = tuple[int, str]  # what has the variable, by its id, and the name there
@@ -149,10 +151,10 @@ class GlobalValues:
         return ""
 
     def said(self) -> Iterator[tuple[str, str]]:
-        """Each of them but for functions, modules, tensors and arrays, in words, and the value that
-        it had."""
+        """Each of them but for defaults, functions, modules, tensors and arrays, in words, and the
+        value that it had."""
         for _, place, state in self._states:
-            if not isinstance(place.get(), tuple(_OTHERS)):
+            if place.is_shown and not isinstance(place.get(), tuple(_OTHERS)):
                 yield place.said, said_of(state)
 
 
@@ -191,7 +193,7 @@ def _variables(
         for name in "__defaults__", "__kwdefaults__":
             if getattr(function, name):
                 said = f"a default of {function.__qualname__}"
-                yield (id(function), name), _Place(partial(getattr, function, name), said)
+                yield (id(function), name), _Place(partial(getattr, function, name), said, False)
     for kind in classes:
         for name in sorted(names & vars(kind).keys()):
             if not _is_a_method(vars(kind)[name]):
@@ -226,7 +228,8 @@ def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place
         yield place
     if depth and (not is_whole or isinstance(value, FunctionType)):
         for name in _parts(value, names):
-            part = _Place(partial(_part, place.get, name), f"{place.said}, {name!r}")
+            said = f"{place.said}, {name!r}"
+            part = _Place(partial(_part, place.get, name), said, place.is_shown)
             yield from _places(part, names, depth - 1)
 
 
