@@ -70,7 +70,7 @@ _DEEP = 3  # how deep containers, and objects in objects, are followed
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Variable:
     """What gives the value of a variable, or of a part of it, and words for where it is.
     ``is_shown``: whether it is told of before it has changed."""
 
@@ -114,7 +114,7 @@ class GlobalValues:
         found._watch([(k, p, then) for k, p, then in self._states if k in read and _now(p) == then])
         return found
 
-    def _watch(self, states: list[tuple[_Key, _Place, Any]]) -> None:
+    def _watch(self, states: list[tuple[_Key, _Variable, Any]]) -> None:
         self._states = states
         # What takes little time to compare, and the rest.
         values = [(place, then, place.get()) for _, place, then in states]
@@ -171,7 +171,7 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
 
 def _variables(
     functions: Iterable[FunctionType], classes: Iterable[type], names: frozenset[str]
-) -> Iterator[tuple[_Key, _Place]]:
+) -> Iterator[tuple[_Key, _Variable]]:
     """The variables that functions read, and the attributes of classes that have one of the names:
     with a key for each, under which it may come several times. Installed packages read hundreds,
     which nobody changes; so theirs are left out."""
@@ -182,23 +182,23 @@ def _variables(
         for name in _globals_in(code):
             if name in scope:
                 said = f"the global variable {name} of {function.__module__}"
-                yield (id(scope), name), _Place(partial(scope.get, name, MISSING), said)
+                yield (id(scope), name), _Variable(partial(scope.get, name, MISSING), said)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 said = f"the variable {name} of {function.__qualname__}"
-                yield (id(cell), name), _Place(partial(_content, cell), said)
+                yield (id(cell), name), _Variable(partial(_content, cell), said)
         for name in _environment(code):
             said = f"the environment variable {name}"
-            yield (id(os.environ), name), _Place(partial(os.environ.get, name, MISSING), said)
+            yield (id(os.environ), name), _Variable(partial(os.environ.get, name, MISSING), said)
         for name in "__defaults__", "__kwdefaults__":
             if getattr(function, name):
                 said = f"a default of {function.__qualname__}"
-                yield (id(function), name), _Place(partial(getattr, function, name), said, False)
+                yield (id(function), name), _Variable(partial(getattr, function, name), said, False)
     for kind in classes:
         for name in sorted(names & vars(kind).keys()):
             if not _is_a_method(vars(kind)[name]):
                 said = f"the class attribute {kind.__qualname__}.{name}"
-                yield (id(kind), name), _Place(partial(_own, kind, name), said)
+                yield (id(kind), name), _Variable(partial(_own, kind, name), said)
 
 
 def _content(cell: CellType) -> Any:
@@ -213,14 +213,14 @@ def _name_of(value: Any) -> str:
     return f", {name}" if (name := getattr(value, "__name__", "")) else ""
 
 
-def _now(place: _Place) -> Any:
+def _now(place: _Variable) -> Any:
     value = place.get()
     if isinstance(value, np.ndarray) and value.size <= _SMALL:
         return snapshot(value), value.tobytes()
     return snapshot(value)
 
 
-def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place]:
+def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Variable]:
     """This place, if its value is watched as a whole; else those of its parts that are read."""
     value = place.get()
     is_whole = _is_watched(value)
@@ -229,7 +229,7 @@ def _places(place: _Place, names: frozenset[str], depth: int) -> Iterator[_Place
     if depth and (not is_whole or isinstance(value, FunctionType)):
         for name in _parts(value, names):
             said = f"{place.said}, {name!r}"
-            part = _Place(partial(_part, place.get, name), said, place.is_shown)
+            part = _Variable(partial(_part, place.get, name), said, place.is_shown)
             yield from _places(part, names, depth - 1)
 
 
