@@ -492,8 +492,8 @@ class Pipeline(ModelProxy):
     def recompile(self) -> None:
         """Compile again at the next call, with the same cut into stages.
 
-        Call this after a change that guards do not notice: of an environment variable which the
-        forward reads, say, or of a part deep within an object that is an attribute of a module.
+        Call this after a change that guards do not notice: of what the forward reads by a name that
+        it computes, say, or of a part deep within an object that is an attribute of a module.
         """
         self._runner.forget()
 

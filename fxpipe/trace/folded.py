@@ -9,8 +9,8 @@
     return h / float(self.tau)          the graph has 2.0
 
 The same holds for a tensor in a global variable. A graph with such a constant is wrong once the
-tensor has been written to. So these tensors belong
-to what the graph depends on (:mod:`fxpipe.trace.premises`). And a constant has no gradient::
+tensor has been written to. So these tensors belong to what the graph depends on
+(:mod:`fxpipe.trace.premises`). And a constant has no gradient::
 
     for p in self.parameters():         the forward meets the parameters themselves, no proxies
         penalty += p.square().sum()     no graph: the model has a gradient here
@@ -66,7 +66,7 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
     for module in model.modules():
         for tensor in tensors_of(vars(module)):  # among which are all parameters and buffers
             own.setdefault(memory_of(tensor), []).append(tensor)
-    read = {memory: list(tensors) for memory, tensors in own.items()}
+    read = {memory: list(tensors) for memory, tensors in own.items()}  # with those around the model
     for tensor in GlobalValues.of(model).tensors:
         read.setdefault(memory_of(tensor), []).append(tensor)
     found, met = Folded(), set[int]()

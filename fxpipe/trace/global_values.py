@@ -90,7 +90,7 @@ class GlobalValues:
         self, functions: Iterable[FunctionType] = (), classes: Iterable[type] = ()
     ) -> None:
         read = list(functions)
-        names = frozenset[str]().union(*(_names_in(each.__code__) for each in read))
+        names = _names_of(read)
         found = {
             key: list(_places(place, names, _DEEP))
             for key, place in _variables(read, classes, names)
@@ -108,8 +108,8 @@ class GlobalValues:
         are: they run, and read it, in every call."""
         left_out = list(_called_as_they_are(gm))
         functions = list(functions_of(model, left_out))
-        names = frozenset[str]().union(*(_names_in(each.__code__) for each in functions))
-        read = {key for key, _ in _variables(functions, classes_of(model, left_out), names)}
+        classes = classes_of(model, left_out)
+        read = {key for key, _ in _variables(functions, classes, _names_of(functions))}
         found = copy.copy(self)
         found._watch([(k, p, then) for k, p, then in self._states if k in read and _now(p) == then])
         return found
@@ -201,6 +201,11 @@ def _variables(
                 yield (id(kind), name), _Variable(partial(_own, kind, name), said)
 
 
+def _names_of(functions: Iterable[FunctionType]) -> frozenset[str]:
+    """The names, and the strings, in the code of functions."""
+    return frozenset[str]().union(*(_names_in(each.__code__) for each in functions))
+
+
 def _content(cell: CellType) -> Any:
     return next(iter(content_of(cell)), MISSING)
 
@@ -239,11 +244,11 @@ def _parts(value: Any, names: frozenset[str]) -> Iterable[str | int]:
         return range(len(value) if len(value) <= _FEW else 0)
     if not _has_parts(value):
         return ()
-    found: set[Any] = set(value if isinstance(value, Mapping) else vars(value))
     if isinstance(value, type):
-        found.clear()
+        return sorted(names.intersection(_of_class(value)))
+    found: set[Any] = set(value if isinstance(value, Mapping) else vars(value))
     if not isinstance(value, Mapping | ModuleType | FunctionType):
-        found.update(_of_class(value if isinstance(value, type) else type(value)))
+        found.update(_of_class(type(value)))
     return sorted(names.intersection(name for name in found if isinstance(name, str)))
 
 

@@ -10,6 +10,7 @@ the words for it.
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 import types
 import weakref
@@ -128,11 +129,11 @@ def settings_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def _names_of_settings(kind: type) -> Iterator[str]:
-    if issubclass(kind, nn.Module | Enum):
+    if issubclass(kind, nn.Module | Enum) or not is_users_type(kind):
         return
-    for name, value in (pair for each in kind.__mro__ for pair in vars(each).items()):
-        is_hidden = name.startswith("__") or callable(value) or hasattr(value, "__get__")
-        if not is_hidden and is_users_type(kind):
+    for name in dict.fromkeys(name for each in kind.__mro__ for name in vars(each)):
+        value = inspect.getattr_static(kind, name)
+        if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
             yield name
 
 
