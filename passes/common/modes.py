@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 
 from fxpipe.schedule import Memory, Schedule, peaks
 
@@ -236,10 +236,20 @@ def alive(
         segments: in how many segments each stage is recomputed, one at a time; None: in one. They
             are taken to be equal, each with inputs as large as those of the stage.
     """
-    own_modes, hosts = of_stages(modes, stages), offloaded(modes, stages)
+    own_modes = tuple(of_stages(modes, stages))
+    held, inputs = _alive(own_modes, chunks, order, tuple(segments or [1] * stages))
+    return list(held), list(inputs)
+
+
+@lru_cache(maxsize=512)  # a search for a cut asks the same for each cut
+def _alive(
+    own_modes: tuple[str, ...], chunks: int, order: Schedule | None, counts: tuple[int, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What :func:`alive` gives."""
+    stages = len(own_modes)
+    hosts = offloaded(own_modes, stages)
     gone = [away(mode, chunks) for mode in own_modes]
     shares = [float(moved(mode) or again(mode)) for mode in own_modes]  # what is away of these
-    counts = segments or [1] * stages
     numbers = [
         0 if i in hosts else run_again(own_modes[i], count) for i, count in enumerate(counts)
     ]
@@ -258,4 +268,4 @@ def alive(
             held[i] = min(held[i], kept[i])
         if share:  # the rest of the stage is kept
             held[i] = share * held[i] + (1 - share) * kept[i]
-    return held, inputs
+    return tuple(held), tuple(inputs)

@@ -12,7 +12,7 @@ of downsets is a matrix of bools: a row for each downset, and a column for each 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 
 import numpy as np
@@ -30,7 +30,8 @@ def all_downsets(dag: Dag, limit: int) -> Family | None:
     They are made node by node, in topological order: to each downset of the nodes so far the next
     node may be added or not, if the downset has all its predecessors. So each is made once.
     """
-    return _grown(dag, np.zeros(dag.size, dtype=bool), range(dag.size), limit)
+    every = _Grown(dag, np.zeros(dag.size, dtype=bool), limit)
+    return every.family if all(map(every.add, range(dag.size))) else None
 
 
 def downsets_near(dag: Dag, downset: NDArray[np.bool_], limit: int, rng: random.Random) -> Family:
@@ -41,22 +42,12 @@ def downsets_near(dag: Dag, downset: NDArray[np.bool_], limit: int, rng: random.
     inner = _peeled(downset, dag.before, dag.after, rng)
     outer = _peeled(~downset, dag.after, dag.before, rng)
     turns = (node for pair in zip_longest(inner, outer) for node in pair if node is not None)
-    nodes = list(islice(turns, limit))
-
-    def grown(count: int) -> Family | None:
-        base = downset.copy()
-        base[nodes[:count]] = False
-        return _grown(dag, base, sorted(nodes[:count]), limit)
-
-    family, low, high = downset[None, :], 0, len(nodes) + 1
-    while high - low > 1:
-        middle = min((low + high) // 2, 2 * low + 4)
-        larger = grown(middle)
-        if larger is None:
-            high = middle
-        else:
-            low, family = middle, larger
-    return family
+    near = _Grown(dag, downset, limit)
+    for node in list(islice(turns, limit)):
+        # All nodes between this one and the border have been freed before it.
+        if not (near.remove(node) if downset[node] else near.add(node)):
+            break
+    return near.family
 
 
 def _peeled(
@@ -82,33 +73,58 @@ def _peeled(
                     ready.append(other)
 
 
-def _grown(dag: Dag, base: NDArray[np.bool_], free: Sequence[int], limit: int) -> Family | None:
-    """All downsets that consist of ``base`` and some of the free nodes; None if there are more than
-    ``limit``."""
-    words = -(-dag.size // WORD)
-    sets = np.zeros((min(limit, 64), words), dtype=np.uint64)
-    sets[0] = _packed(base[None, :])[0]
-    count = 1
-    for node in free:
-        may = np.ones(count, dtype=bool)
-        needed: dict[int, int] = {}
-        for u in dag.before[node]:
-            needed[u // WORD] = needed.get(u // WORD, 0) | (1 << (u % WORD))
-        for word, bits in needed.items():
-            mask = np.uint64(bits)
-            may &= (sets[:count, word] & mask) == mask
-        taking = np.flatnonzero(may)
-        total = count + len(taking)
-        if total > limit:
-            return None
-        if total > len(sets):
-            larger = np.zeros((min(limit, max(total, 2 * len(sets))), words), dtype=np.uint64)
-            larger[:count] = sets[:count]
-            sets = larger
-        sets[count:total] = sets[taking]
-        sets[count:total, node // WORD] |= np.uint64(1 << (node % WORD))
-        count = total
-    return _unpacked(sets[:count], dag.size)
+class _Grown:
+    """Downsets that are made of the first one by freeing nodes, one after the other: the node is
+    added to each downset so far, or taken out of it. There are no more than ``limit``."""
+
+    def __init__(self, dag: Dag, first: NDArray[np.bool_], limit: int) -> None:
+        self.dag, self.limit, self.count = dag, limit, 1
+        self.sets = np.zeros((min(limit, 64), -(-dag.size // WORD)), dtype=np.uint64)
+        self.sets[0] = _packed(first[None, :])[0]
+
+    def add(self, node: int) -> bool:
+        """Add the node to each downset that has all its predecessors. False, and nothing changes,
+        if that makes too many."""
+        may = np.ones(self.count, dtype=bool)
+        for word, mask in _masks(self.dag.before[node]):
+            may &= (self.sets[: self.count, word] & mask) == mask
+        return self._changed(np.flatnonzero(may), node)
+
+    def remove(self, node: int) -> bool:
+        """Take the node out of each downset that has none of its successors, as :meth:`add`
+        does."""
+        may = np.ones(self.count, dtype=bool)
+        for word, mask in _masks(self.dag.after[node]):
+            may &= (self.sets[: self.count, word] & mask) == 0
+        return self._changed(np.flatnonzero(may), node)
+
+    def _changed(self, which: NDArray[np.int64], node: int) -> bool:
+        """Make a downset of each of these by adding the node, or by taking it out."""
+        total = self.count + len(which)
+        if total > self.limit:
+            return False
+        if total > len(self.sets):
+            room = min(self.limit, max(total, 2 * len(self.sets)))
+            larger = np.zeros((room, self.sets.shape[1]), dtype=np.uint64)
+            larger[: self.count] = self.sets[: self.count]
+            self.sets = larger
+        self.sets[self.count : total] = self.sets[which]
+        self.sets[self.count : total, node // WORD] ^= np.uint64(1 << (node % WORD))
+        self.count = total
+        return True
+
+    @property
+    def family(self) -> Family:
+        """All of them."""
+        return _unpacked(self.sets[: self.count], self.dag.size)
+
+
+def _masks(nodes: Iterable[int]) -> Iterator[tuple[int, np.uint64]]:
+    """The words that have these nodes, each with their bits."""
+    bits: dict[int, int] = {}
+    for node in nodes:
+        bits[node // WORD] = bits.get(node // WORD, 0) | (1 << (node % WORD))
+    return ((word, np.uint64(mask)) for word, mask in bits.items())
 
 
 def _packed(family: Family) -> NDArray[np.uint64]:
