@@ -40,9 +40,7 @@ from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
     estimated_costs,
-    in_segments,
     measured_costs,
-    parts_of,
     predicted,
     stage_memory,
     step_links,
@@ -53,6 +51,7 @@ from fxpipe.planning.estimates import (
     with_updates,
 )
 from fxpipe.planning.loss import loss_seconds
+from fxpipe.planning.segmented import SegmentedStage
 from fxpipe.runtime.lanes import cores
 from fxpipe.schedule import AUTO, Timeline
 from passes import Project
@@ -60,7 +59,6 @@ from passes.common.modes import Modes, is_never, of_stages
 from passes.common.segments import Segments, counts, in_words
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
-from passes.to_stages.segments import segmented
 
 NO_STEP = (
     "there is no step graph, as the model was compiled with training=False: see the graph of level "
@@ -378,14 +376,15 @@ class Views:
         kept = stage_memory(of_each, layout, self.stage_graph, training=options.training)
         numbers = counts(self._segments, self._modes, len(kept))
         parts = [
-            segmented(stage.module, number) if number > 1 else None
+            SegmentedStage.of(stage.module, number) if number > 1 else None
             for stage, number in zip(self.stages, numbers, strict=True)
         ]
         for i, mode in enumerate(of_stages(self._modes, len(kept))):
             if (own := parts[i]) is not None:
-                kept[i] = in_segments(kept[i], mode, own)
+                kept[i] = own.memory(kept[i], mode)
+        shares = [[1.0] if own is None else own.shares for own in parts]
         costs = (
-            estimated_costs(of_each, chunks, self._modes, list(map(parts_of, parts)))
+            estimated_costs(of_each, chunks, self._modes, shares)
             if measured is None
             else measured_costs(measured, len(kept))
         )

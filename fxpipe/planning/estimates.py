@@ -7,7 +7,7 @@ when each node begins and ends gives a measured timeline.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -17,7 +17,6 @@ from fxpipe import ops
 from fxpipe.ir.cost import (
     Cost,
     batch_bytes,
-    cost_of,
     memories_of,
     saved_sizes,
     state_of,
@@ -30,8 +29,6 @@ from fxpipe.ir.graph import (
     SAVED,
     SHARED,
     STAGE,
-    attribute,
-    is_work,
     nodes_of_stages,
     stages_of,
 )
@@ -39,7 +36,6 @@ from fxpipe.ir.workspace import (
     StageWorkspace,
     sent_gradients,
     stage_workspaces,
-    workspace_of,
 )
 from fxpipe.runtime.checkpointing.offload import that_move
 from fxpipe.runtime.clock import Mark
@@ -119,17 +115,6 @@ def estimated_costs(
 def equal_parts(segments: Segments, checkpoint: Modes, stages: int) -> list[list[float]]:
     """The parts of each stage's forward that its segments take, if these take equally long."""
     return [[1 / number] * number for number in counts(segments, checkpoint, stages)]
-
-
-def parts_of(segments: fx.GraphModule | None) -> list[float]:
-    """The parts of a stage's forward that its segments take, by the costs of their nodes; None: it
-    has one."""
-    if segments is None:
-        return [1.0]
-    calls = segments.graph.find_nodes(op="call_module")
-    own = [cost_of(attribute(segments, str(call.target)).graph.nodes).forward_s for call in calls]
-    whole = sum(own)
-    return [each / whole if whole else 1 / len(own) for each in own]
 
 
 def with_moves(
@@ -523,74 +508,6 @@ def _views(
         {source: max(0.0, sum(all_of[source].values()) - size) for source, size in known.items()}
         for known, all_of in zip(own, memories, strict=True)
     ]
-
-
-def in_segments(stage: StageMemory, mode: str, parts: fx.GraphModule) -> StageMemory:
-    """The memory of a stage that is recomputed in segments: of a micro-batch that is recomputed it
-    keeps the inputs of all of them, and recomputes the activations of one segment at a time. Of a
-    stage that is run again in part, it keeps the activations of its last segments, whose backward
-    comes first.
-
-    Args:
-        mode: which micro-batches are recomputed.
-        parts: the stage, cut in segments.
-    """
-    received: dict[fx.Node, None] = {}
-    largest, workspace = -1, StageWorkspace()
-    calls = parts.graph.find_nodes(op="call_module")
-    inside = [attribute(parts, str(call.target)).graph.nodes for call in calls]
-    state = state_of(node for nodes in (parts.graph.nodes, *inside) for node in nodes)
-    number = run_again(mode, len(calls))
-    for call, nodes in zip(calls[:number], inside, strict=False):
-        received.update(dict.fromkeys(call.all_input_nodes))
-        activations = cost_of(nodes).activation_bytes
-        if activations > largest:
-            largest = activations
-            workspace = workspace_of([n for n in nodes if is_work(n)], state)
-    if mode == "except_last" and stage.workspace is not None:
-        # The last micro-batch goes through the stage as if it were whole, the others by segments.
-        workspace = workspace.or_more(stage.workspace)
-    inputs = sum(
-        batch_bytes(node)
-        for node in received
-        if not state.issuperset(memory for memory, _ in memories_of(node))
-    )
-    found = replace(stage, inputs=inputs, recomputed=largest, workspace=workspace)
-    last = inside[number:]
-    return _with_kept(found, largest, workspace, last, state) if last else found
-
-
-def _with_kept(
-    stage: StageMemory,
-    largest: int,
-    workspace: StageWorkspace,
-    last: Sequence[Iterable[fx.Node]],
-    state: Set[int],
-) -> StageMemory:
-    """The memory of a stage that runs its first segments again, of which the largest saves so many
-    bytes and has this workspace, and keeps what its last segments save.
-
-    What these keep counts as there all the time. It is not there yet while an earlier segment runs
-    forward, and no more in the backward of that one.
-    """
-    every = (node for nodes in last for node in nodes if is_work(node))
-    kept = cost_of(every).activation_bytes
-    at_once = max(largest, kept + workspace.kept_inputs)
-    workspace = replace(
-        workspace,
-        again=max(0, workspace.again - kept),
-        backward=max(0, workspace.backward - (at_once - largest)),
-    )
-    later = 0
-    for nodes in reversed(last):
-        own = workspace_of([node for node in nodes if is_work(node)], state)
-        forward = max(0, own.forward - later)
-        backward = max(0, own.backward - later)
-        workspace = workspace.or_more(
-            replace(own, forward=forward, again=forward, rerun=0, backward=backward)
-        )
-        later += cost_of(nodes).activation_bytes
-    return replace(stage, recomputed=at_once, workspace=workspace, kept=kept)
 
 
 def step_memory(

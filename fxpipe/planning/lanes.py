@@ -18,8 +18,6 @@ from fxpipe.planning.estimates import (
     LossMemory,
     StageMemory,
     estimated_costs,
-    in_segments,
-    parts_of,
     predicted,
     stage_memory,
     step_links,
@@ -31,6 +29,7 @@ from fxpipe.planning.estimates import (
 )
 from fxpipe.planning.loss import SavedByLoss, loss_memory, loss_seconds
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
+from fxpipe.planning.segmented import KnownSegments, SegmentedStage
 from fxpipe.schedule import (
     Links,
     Memory,
@@ -59,7 +58,6 @@ from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import Beside, CutProblem, machine, problem
 from passes.partition.shift import Shift
-from passes.to_stages.segments import segmented
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,10 @@ class CutModel:
         loss: what the loss takes beside what the last stage keeps.
         bound: the slowest stage of no cut that fits takes less seconds for a mini-batch, as far as
             the search for a cut knows what fits.
-        segmented: the stages in segments that have been looked at, by stage and number of segments.
-        kept_in_segments: the bytes that these keep, by stage, mode and number of segments.
+        segments: the stages in segments that have been looked at, of this cut and of others.
+        kept_in_segments: the bytes that those of this cut keep, by stage, mode and number of
+            segments.
+        steps: the steps that have been predicted, by the ways of their stages and their order.
     """
 
     gm: fx.GraphModule
@@ -95,8 +95,11 @@ class CutModel:
     beside: Beside
     loss: LossMemory
     bound: float = 0.0
-    segmented: dict[tuple[int, int], fx.GraphModule] = field(default_factory=dict)
+    segments: KnownSegments = field(default_factory=KnownSegments)
     kept_in_segments: dict[tuple[int, str, int], StageMemory] = field(default_factory=dict)
+    steps: dict[tuple[tuple[tuple[str, int], ...], Schedule], PlannedStep] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def costs(self) -> list[Cost]:
@@ -123,20 +126,17 @@ class CutModel:
             return self.kept[stage]
         if key not in self.kept_in_segments:
             parts = self.in_segments(stage, count)
-            self.kept_in_segments[key] = in_segments(self.kept[stage], mode, parts)
+            self.kept_in_segments[key] = parts.memory(self.kept[stage], mode)
         return self.kept_in_segments[key]
 
-    def in_segments(self, stage: int, count: int) -> fx.GraphModule:
+    def in_segments(self, stage: int, count: int) -> SegmentedStage:
         """A stage in so many segments, or in fewer if it has fewer places to cut."""
-        key = stage, count
-        if key not in self.segmented:
-            self.segmented[key] = segmented(self.modules[stage], count)
-        return self.segmented[key]
+        return self.segments.of(self.modules[stage], count)
 
     def most_segments(self, stage: int) -> int:
         """In how many segments a stage can be cut, of those numbers that the compiler chooses."""
-        parts = self.in_segments(stage, NUMBERS[-1]).graph.find_nodes(op="call_module")
-        return max(number for number in NUMBERS if number <= max(1, len(parts)))
+        most = len(self.in_segments(stage, NUMBERS[-1]).calls)
+        return max(number for number in NUMBERS if number <= max(1, most))
 
     @property
     def stages_by_name(self) -> dict[str, int]:
@@ -186,6 +186,9 @@ class PlannedLanes:
             known.
         training: whether a training step is planned; if not, a call without a backward.
         update: what the step of the optimizer takes.
+        segments: the stages in segments that have been looked at.
+        known: the cuts that have been looked at, by the stages of their nodes, for devices without
+            limits of memory. Cuts that suit different limits, or ways, are often the same.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -200,6 +203,8 @@ class PlannedLanes:
     training: bool = True
     effort: Effort | None = None
     update: Update = NO_UPDATE
+    segments: KnownSegments = field(default_factory=KnownSegments, compare=False, repr=False)
+    known: dict[tuple[int, ...], CutModel] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -237,7 +242,6 @@ class PlannedLanes:
         """
         devices = self.devices(part)
         report_progress("partition")
-        lanes = tuple(self._names[lane] for lane in self.placement)
         way = self.cut(
             partition,
             part,
@@ -247,40 +251,51 @@ class PlannedLanes:
             shift=shift,
             exposed=exposed,
         )
-        cut = ToStages(
+        lanes = tuple(self._names[lane] for lane in self.placement)
+        context = ToStages(
             (), (), devices=lanes, partition=way, chunks=self.chunks, training=self.training
         )
-        rest = self.chain.passes(cut, since="partition", until="split")
+        rest = self.chain.passes(context, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
         found = problem(gm.graph, devices=devices)
-        stage = tuple(node.meta[STAGE] for node in found.work)
-        gm = run(rest, gm)
-        contains = stage_names(gm.graph)
-        stage_graph = run(self.chain.passes(cut, since="split"), gm)
-        costs = stage_costs(stage_graph)
-        layout = skip_layout(stage_graph)
-        cut_up = CutModel(
+        stage, gap = tuple(node.meta[STAGE] for node in found.work), gm.meta.get(GAP)
+        if stage not in self.known:
+            stage_graph = run(self.chain.passes(context, since="split"), run(rest, gm))
+            self.known[stage] = self._split(gm, stage_graph, found, stage)
+        cut = replace(self.known[stage], devices=tuple(devices), beside=beside)
+        return replace(cut, bound=self._bound(cut, gap))
+
+    def _split(
+        self,
+        gm: fx.GraphModule,
+        stage_graph: fx.GraphModule,
+        found: CutProblem,
+        stage: tuple[int, ...],
+    ) -> CutModel:
+        """A cut, with the stage graph that it leads to, for devices without limits of memory."""
+        costs, layout = stage_costs(stage_graph), skip_layout(stage_graph)
+        return CutModel(
             gm,
             found,
             stage,
-            tuple(devices),
-            tuple(contains),
-            tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
+            self.devices(None),
+            tuple(stage_names(gm.graph)),
+            tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(self.placement))),  # type: ignore[misc]
             layout,
             tuple(stage_memory(costs, layout, stage_graph, training=self.training)),
-            beside,
+            (),
             loss_memory(self.loss, gm.graph),
+            segments=self.segments,
         )
-        return replace(cut_up, bound=self._bound(cut_up))
 
-    def _bound(self, cut: CutModel) -> float:
-        """The bound of a cut; see :class:`CutModel`."""
+    def _bound(self, cut: CutModel, gap: float | None) -> float:
+        """The bound of a cut (see :class:`CutModel`) that is this far from optimal at most; None:
+        that is not known."""
         order = self._order(len(cut.devices))
         target = self._machine(cut, self.checkpoint, self.checkpoint_segments, order, cut.beside)
-        if GAP not in cut.gm.meta:
+        if gap is None:
             return lower_bound(cut.problem.dag, target)
-        slowest = prices(cut.problem.whole, target, cut.stage).slowest
-        return slowest / (1 + float(cut.gm.meta[GAP]))
+        return prices(cut.problem.whole, target, cut.stage).slowest / (1 + gap)
 
     def ways(self, cut: CutModel, stage: int) -> list[tuple[str, int]]:
         """The modes, each with a number of segments, among which a stage may choose: those that
@@ -412,13 +427,24 @@ class PlannedLanes:
 
         ``order``: its schedule, made for other modes maybe; None: the one that the user asks for.
         """
+        if order is None:
+            return self._step(cut, ways, None)
+        key = tuple(ways), order
+        if key not in cut.steps:
+            cut.steps[key] = self._step(cut, ways, order)
+        return cut.steps[key]
+
+    def _step(
+        self, cut: CutModel, ways: Sequence[tuple[str, int]], order: Schedule | None
+    ) -> PlannedStep:
+        """What :meth:`step` gives."""
         modes = plain([mode for mode, _ in ways])
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))
         updates = updates_on(self.specs, self.update)
         memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss, updates)
-        parts = [cut.in_segments(i, n) if n > 1 else None for i, (_, n) in enumerate(ways)]
-        costs = estimated_costs(cut.costs, self.chunks, modes, list(map(parts_of, parts)))
+        parts = [cut.in_segments(i, n).shares if n > 1 else [1.0] for i, (_, n) in enumerate(ways)]
+        costs = estimated_costs(cut.costs, self.chunks, modes, parts)
         costs = with_loss(costs, *self._loss_seconds(cut.gm.graph))
         costs = with_moves(costs, kept, self.chunks, modes)
         links = step_links(cut.layout, self.chunks, self.specs, self._names, cut.gm.graph)

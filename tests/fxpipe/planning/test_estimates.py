@@ -18,16 +18,15 @@ from fxpipe.planning.estimates import (
     StageMemory,
     estimated_costs,
     measured_costs,
-    parts_of,
     predicted,
     stage_memory,
     step_links,
     traffic,
     with_moves,
 )
+from fxpipe.planning.segmented import SegmentedStage
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout
-from passes.to_stages.segments import segmented
 from tests.fxpipe.planning.plans import FREE_LINKS
 from tests.zoo import MLP, gradients, same
 
@@ -69,8 +68,7 @@ def test_segments_take_the_time_of_their_nodes():
     with fxpipe.compile(model, ["cpu"], chunks=2, costs="analytic", example_inputs=(x,)) as pipe:
         (stage,) = pipe.stages
         own = [node.meta["cost"].forward_s for node in stage_nodes(stage.module.graph)]
-        first, second = parts_of(segmented(stage.module, 2))
-        assert parts_of(None) == [1.0]
+        first, second = SegmentedStage.of(stage.module, 2).shares
     assert len(own) == 8
     assert first == pytest.approx(sum(own[:4]) / sum(own)) and first + second == pytest.approx(1)
     assert first > 0.5
