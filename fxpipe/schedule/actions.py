@@ -63,6 +63,9 @@ class Overlap:
 
     parts: tuple[Action, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))  # a list may be given
+
     def __str__(self) -> str:
         return f"({';'.join(map(str, self.parts))}){_OVERLAP}"
 

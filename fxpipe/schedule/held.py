@@ -250,11 +250,12 @@ def _users(action: Action, world: World) -> Iterator[Action]:
 
 def _launches(spans: Iterable[Span], world: World) -> dict[Action, _Launch]:
     """When the threads of lanes launch the actions."""
+    crossings = [_crossings(stage, world) for stage in range(len(world.placement))]
     found: dict[Action, _Launch] = {}
     threads: defaultdict[int, _Thread] = defaultdict(_Thread)
     needed: dict[Action, float] = {}  # when the last of an action's inputs is sent
     for span, action in sorted(_actions(spans), key=lambda pair: (pair[0].start, pair[0].end)):
-        thread, (received, sent) = threads[span.lane], _crossings(action, world)
+        thread, (received, sent) = threads[span.lane], crossings[action.stage][action.kind]
         taken = thread.now = max(thread.now, needed.pop(action, 0.0))
         thread.cross(received)
         behind = thread.reloads
@@ -268,17 +269,22 @@ def _launches(spans: Iterable[Span], world: World) -> dict[Action, _Launch]:
     return found
 
 
-def _crossings(action: Action, world: World) -> tuple[int, int]:
-    """How often values cross to the stream on which an action is computed, and from it: once for
-    each stage in another lane. The first stage receives from the caller, and so does the loss."""
-    stage, last = action.stage, len(world.placement) - 1
+def _crossings(stage: int, world: World) -> dict[Kind, tuple[int, int]]:
+    """How often values cross to the stream on which an action of a stage is computed, and from it,
+    by the kind of the action: once for each stage in another lane. The first stage receives from
+    the caller, and so does the loss."""
+    last = len(world.placement) - 1
     before, after = (
         sum(world.placement[other] != world.placement[stage] for other in others)
         for others in (world.before[stage], world.after[stage])
     )
-    if action.kind is Kind.FORWARD:
-        return before + (stage == 0), after + (stage == last)
-    return (after, before) if action.kind.begins_backward else (0, 0)
+
+    def of(kind: Kind) -> tuple[int, int]:
+        if kind is Kind.FORWARD:
+            return before + (stage == 0), after + (stage == last)
+        return (after, before) if kind.begins_backward else (0, 0)
+
+    return {kind: of(kind) for kind in Kind}
 
 
 @dataclass

@@ -43,6 +43,9 @@ class Schedule:
     microbatches: int
     lanes: tuple[tuple[Entry, ...], ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lanes", tuple(map(tuple, self.lanes)))  # lists may be given
+
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The lane of each stage; -1 for a stage that has no actions."""

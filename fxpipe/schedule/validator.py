@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from fxpipe.ir.text import human_bytes
 from fxpipe.schedule.actions import Action, Kind
@@ -51,8 +52,7 @@ def validate(
             bound is exceeded. The message says where, by lane and position, both counted from 0.
         ValueError: if ``max_bytes`` is given without ``activation_bytes``.
     """
-    _check_complete(schedule, _places(schedule))
-    _check_runs(schedule, Needs(schedule, edges))
+    _check(schedule, None if edges is None else tuple((source, target) for source, target in edges))
     if max_bytes is not None and activation_bytes is None:
         raise ValueError("max_bytes needs activation_bytes: what each stage keeps of a micro-batch")
     bounds = (
@@ -63,6 +63,13 @@ def validate(
     for bound, weights, of in bounds:
         if bound is not None:
             _check_bound(schedule, bound, weights, released_by_input, of)
+
+
+@lru_cache(maxsize=128)  # a search simulates the same schedule with many costs
+def _check(schedule: Schedule, edges: tuple[tuple[int, int], ...] | None) -> None:
+    """Refuse a schedule that cannot run."""
+    _check_complete(schedule, _places(schedule))
+    _check_runs(schedule, Needs(schedule, edges))
 
 
 # ---------------------------------------------------------------------------- no action is missing

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.schedule import NAMES, Action, Kind, Needs, Schedule, chain, named
+from fxpipe.schedule import NAMES, Action, Kind, Needs, Overlap, Schedule, chain, named, validate
 
 F, B, INPUT, WEIGHT, AGAIN = Kind
 
@@ -120,6 +120,14 @@ def test_torch_reads_what_is_written_and_the_other_way_round(tmp_path, name, for
 
 
 # ------------------------------------------------------------------------------- who waits for whom
+
+
+def test_lanes_may_be_written_as_lists():
+    first, second = Action(0, F, 0), Action(0, F, 1)
+    lane = [first, Overlap([second, Action(0, B, 0)]), Action(0, B, 1)]
+    schedule = Schedule("own", 1, 2, [lane])
+    assert schedule == Schedule.from_text("0F0 (0F1;0B0)OVERLAP_F_B 0B1", name="own")
+    validate(schedule, edges=[])
 
 
 def test_what_an_action_needs():
