@@ -27,6 +27,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.writes import WrittenMemory, writes_counted
+from fxpipe.trace.blame import NotWhole
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
@@ -39,21 +40,6 @@ parameters."""
 _LOOK_AT_MASKS = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
 """Layers of PyTorch that compare the values of a mask with those of a causal one, unless they are
 told by this argument whether it is one."""
-
-
-class Blamed(Exception):
-    """A module cannot be traced; the message says why, and ``module`` is the one to keep whole."""
-
-    def __init__(self, module: nn.Module, message: str) -> None:
-        super().__init__(message)
-        self.module = module
-
-
-class NotWhole(Blamed):
-    """A module cannot be kept whole; the message says why."""
-
-    def __init__(self, module: nn.Module, why: str) -> None:
-        super().__init__(module, f"{type(module).__name__} cannot be kept whole: {why}")
 
 
 @dataclass(frozen=True)
