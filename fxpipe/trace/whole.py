@@ -26,6 +26,7 @@ from fxpipe.ir.stand_in import Output, StandIn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
+from fxpipe.runtime.shared import assigned_to_both
 from fxpipe.runtime.uses import uses_summed
 from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from fxpipe.trace.blame import NotWhole
@@ -235,7 +236,10 @@ class Whole(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._pretend(tensors)
-        with uses_summed(self.module, self.seen.takes_views) as views:
+        with (
+            assigned_to_both(self.seen.module, self.module),
+            uses_summed(self.module, self.seen.takes_views) as views,
+        ):
             args, kwargs = self.seen.inputs.fill([views.of(tensor) for tensor in tensors])
             outputs, structure = Structure.of(checked(self.module, args, kwargs))
         if not self.seen.outputs.fits(structure):

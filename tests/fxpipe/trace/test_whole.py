@@ -637,3 +637,28 @@ def test_it_may_do_what_only_leaves_take() -> None:
         loss_of(output).backward()
     assert same(output.detach(), expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
+
+
+class Warms(Ponders):
+    """Scales more with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 0.5
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_keeps_what_it_assigns_to_itself_also_where_others_have_its_weight(tied: bool) -> None:
+    model, x = Around(Warms()), torch.randn(6, 6)
+    if tied:
+        model.first.weight = model.module.layer.weight
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"], chunks=3, check=False, checkpoint="never") as pipe:
+        for calls in 3, 6:
+            expected, _ = loop(reference, (x,), 3)
+            assert torch.equal(pipe(x), expected)
+            assert model.module.scale == reference.module.scale == 1 + 0.5 * calls
