@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +96,27 @@ def replica(
         delattr(owner, name)
         owner._parameters = {**parameters, name: value}  # type: ignore[dict-item]
     return made, places
+
+
+@contextmanager
+def assigned_to_both(module: nn.Module, replica: nn.Module) -> Iterator[None]:
+    """At the end of the ``with`` block a module has the attributes that have been assigned to a
+    replica of it within the block, as a module does to itself that counts its calls."""
+    if replica is module:
+        yield
+        return
+    twins = [(replica.get_submodule(path), part) for path, part in module.named_modules()]
+    pairs = [(twin, part, dict(vars(twin))) for twin, part in twins if twin is not part]
+    try:
+        yield
+    finally:
+        for twin, part, before in pairs:
+            now = vars(twin)
+            for name in before.keys() - now.keys():
+                vars(part).pop(name, None)
+            for name, value in now.items():
+                if name not in before or before[name] is not value:
+                    vars(part)[name] = value
 
 
 def _replica(module: nn.Module | None) -> nn.Module:

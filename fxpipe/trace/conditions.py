@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir._torch import ASSERT, FakeTensor
 from fxpipe.ir.source import is_a_models
-from fxpipe.trace import whole
+from fxpipe.trace.blame import Blamed
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, Refused, source_line
 from fxpipe.trace.patches import caller, patched
 from fxpipe.trace.running import Running
@@ -57,7 +57,7 @@ def asserted(running: Running) -> Iterator[list[Exception]]:
                 line = source_line(frame.f_code.co_filename, frame.f_lineno)
                 text = f"{DEPENDS_ON_VALUES}, and the model catches the error (at {line})"
                 part = running.part
-                undecided.append(Refused(text) if part is None else whole.Blamed(part, text))
+                undecided.append(Refused(text) if part is None else Blamed(part, text))
             raise
 
     def of_tensors(original: Any) -> Any:

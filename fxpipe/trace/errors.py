@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir.errors import is_itself
 from fxpipe.ir.source import is_a_models, is_of_a_model, is_ours
-from fxpipe.trace import whole
+from fxpipe.trace.blame import Blamed
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
 
@@ -78,7 +78,7 @@ def first_line(error: BaseException) -> str:
         return _MAKES_TEXT
     if isinstance(error, GuardOnDataDependentSymNode):
         return DEPENDS_ON_VALUES
-    if isinstance(error, whole.Blamed):
+    if isinstance(error, Blamed):
         return str(error)
     if any(said in str(error) for said in _SAID_OF_VALUES):
         return NEEDS_VALUES

@@ -26,6 +26,7 @@ from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.asked import questions_answered, real_of_export
+from fxpipe.trace.blame import Blamed, NotWhole
 from fxpipe.trace.conditions import ASSERTED, asserted
 from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
@@ -127,8 +128,8 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
                 failures.append(failure)
                 strategies += _next(example, failure)
     cause, last = failures[0].error, failures[-1].error
-    if isinstance(last, whole.NotWhole) and last is not cause:
-        raise whole.Blamed(last.module, f"{sentence(cause)}; {last}") from cause
+    if isinstance(last, NotWhole) and last is not cause:
+        raise Blamed(last.module, f"{sentence(cause)}; {last}") from cause
     raise last
 
 
@@ -237,7 +238,7 @@ def _dynamic(
 
 def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module | None:
     """The module in which an attempt has failed; None if that is the model itself, or unknown."""
-    if isinstance(error, whole.Blamed):
+    if isinstance(error, Blamed):
         return error.module
     module = running.raised_by(error)
     if module is not None and module is not model:
@@ -256,7 +257,7 @@ def _refuse_lost_tensors(program: torch.export.ExportedProgram, example: Example
         path = name.removeprefix("model.").rpartition(".")[0]
         if isinstance(constant, FakeTensor) and not _has(example.model, name):
             owner = example.model.get_submodule(path)
-            raise whole.Blamed(
+            raise Blamed(
                 owner,
                 f"torch.export loses track of a tensor in {type(owner).__name__} and would make a "
                 "constant of it, as it does where a forward uses tensor.data: tensor.detach() can "
@@ -530,7 +531,7 @@ def _updates_statistics(node: fx.Node) -> bool:
     return mean is not None and training is True
 
 
-def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blamed | None:
+def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> Blamed | None:
     """An error that blames the module in which a number or a size first depends on the values of
     tensors; None if no size does. The cut, the costs and the micro-batches need sizes that are
     known before the model runs."""
@@ -541,13 +542,13 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
             owner = model.get_submodule(paths[-1]) if paths else model
             frame = model_frame(sized.stack_trace)
             where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
-            return whole.Blamed(
+            return Blamed(
                 owner, f"a number, or the size of a tensor, depends on values of tensors{where}"
             )
     return None
 
 
-def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
+def _enclosed(traced: Traced, example: Example, unknown: Blamed) -> None:
     """Make one node of the operators whose sizes depend on values; raise ``unknown``, the error of
     :func:`_size_by_value`, if that is impossible."""
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from fxpipe.trace import whole
+from fxpipe.trace.blame import Blamed
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, at, is_model_line
 from fxpipe.trace.patches import patched
 from fxpipe.trace.running import Running
@@ -29,10 +29,10 @@ _KINDS = "create_unbacked_symint", "create_unbacked_symfloat", "create_unbacked_
 
 
 @contextmanager
-def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
+def values_read(running: Running) -> Iterator[dict[Symbol, Blamed]]:
     """Yields, for each number that the export reads from a tensor, an error that blames the module
     that has read it. The dictionary grows while the export runs."""
-    found: dict[Symbol, whole.Blamed] = {}
+    found: dict[Symbol, Blamed] = {}
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
             for symbol in number.node.expr.free_symbols:
                 found.pop(symbol, None)  # an earlier export may have given out the same symbol
                 if reader is not None:
-                    found[symbol] = whole.Blamed(reader, _reading())
+                    found[symbol] = Blamed(reader, _reading())
             return number
 
         return create
@@ -52,7 +52,7 @@ def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
         yield found
 
 
-def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) -> Exception:
+def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, Blamed]) -> Exception:
     """The error to act on: if a branch could not be decided because it depends on a number read
     from a tensor, the module that has read the number is to blame, not the one that branches."""
     if not isinstance(error, GuardOnDataDependentSymNode):

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe.ir._torch import TRANSFORM_BEGINS, TRANSFORM_ENDS
 from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
+from fxpipe.trace.blame import NotWhole
 from fxpipe.trace.memory import MemoryAccesses
 
 aten = torch.ops.aten
@@ -96,7 +97,7 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
         for node in nodes:
             if node.op == "call_module" and not set(nodes).issuperset(node.users):
                 # How large its results are is learned by itself, and they would leave as a list.
-                raise whole.NotWhole(attributes[node.target], "sizes around it depend on values")
+                raise NotWhole(attributes[node.target], "sizes around it depend on values")
         part = _enclose(graph, attributes, nodes, name, _SIZES)
         graph_module.add_submodule(name, part)
         parts[part] = name

@@ -26,7 +26,11 @@ from fxpipe.ir.stand_in import Output, StandIn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import HostRandomState, RandomState
+from fxpipe.runtime.shared import assigned_to_both
+from fxpipe.runtime.uses import uses_summed
 from fxpipe.runtime.writes import WrittenMemory, writes_counted
+from fxpipe.trace.blame import NotWhole
+from fxpipe.trace.casts import autocasts
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
@@ -39,21 +43,6 @@ parameters."""
 _LOOK_AT_MASKS = {nn.TransformerEncoder: "is_causal", nn.TransformerDecoder: "tgt_is_causal"}
 """Layers of PyTorch that compare the values of a mask with those of a causal one, unless they are
 told by this argument whether it is one."""
-
-
-class Blamed(Exception):
-    """A module cannot be traced; the message says why, and ``module`` is the one to keep whole."""
-
-    def __init__(self, module: nn.Module, message: str) -> None:
-        super().__init__(message)
-        self.module = module
-
-
-class NotWhole(Blamed):
-    """A module cannot be kept whole; the message says why."""
-
-    def __init__(self, module: nn.Module, why: str) -> None:
-        super().__init__(module, f"{type(module).__name__} cannot be kept whole: {why}")
 
 
 @dataclass(frozen=True)
@@ -126,6 +115,7 @@ class _ObservedCall:
     draws: bool  # whether it drew random numbers
     draws_on_the_host: bool  # whether Python or NumPy drew them
     work: tuple[int, int, int]  # its FLOPs, the bytes that were moved, and its operators
+    takes_views: bool  # whether it could be called with views in place of its parameters
 
 
 @dataclass(frozen=True)
@@ -142,6 +132,7 @@ class Call:
     draws: bool  # whether it draws random numbers
     draws_on_the_host: bool  # whether Python or NumPy draws them
     work: tuple[_WorkRule, _WorkRule, _WorkRule]  # for FLOPs, bytes and operators
+    takes_views: bool  # whether it can be called with views in place of its parameters
 
     @staticmethod
     def of(module: nn.Module, runs: Sequence[_ObservedCall]) -> Call:
@@ -185,7 +176,10 @@ class Call:
             _WorkRule.from_runs(given, operators),
         )
         written = first.written, first.statistics
-        return Call(module, first.inputs, first.outputs, shapes, *written, *draws, work)
+        takes_views = all(run.takes_views for run in runs)
+        return Call(
+            module, first.inputs, first.outputs, shapes, *written, *draws, work, takes_views
+        )
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialised outputs, of the shapes and dtypes that these inputs lead to."""
@@ -226,6 +220,9 @@ class Whole(nn.Module):
     parameters and buffers that the module writes to, and draws random numbers if the module does.
     As much work is counted for it as the module has done for a row when it was observed.
 
+    How often the module uses a parameter depends on values, too. The gradients of all uses in one
+    call are added up before they are added to those of other calls.
+
     Raises RuntimeError where the module's outputs have another structure than in the trace, or
     other shapes than the rules give.
     """
@@ -239,8 +236,12 @@ class Whole(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._pretend(tensors)
-        args, kwargs = self.seen.inputs.fill(tensors)
-        outputs, structure = Structure.of(checked(self.module, args, kwargs))
+        with (
+            assigned_to_both(self.seen.module, self.module),
+            uses_summed(self.module, self.seen.takes_views) as views,
+        ):
+            args, kwargs = self.seen.inputs.fill([views.of(tensor) for tensor in tensors])
+            outputs, structure = Structure.of(checked(self.module, args, kwargs))
         if not self.seen.outputs.fits(structure):
             raise RuntimeError(
                 f"{type(self.module).__name__} gave an output of another structure than when it "
@@ -257,7 +258,8 @@ class Whole(nn.Module):
                 )
         # To the graph the outputs are new tensors, so that an alias of an input has to be copied.
         memory = {memory_of(tensor) for tensor in tensors}
-        return [t.clone() if memory_of(t) in memory else t for t in outputs]
+        results = map(views.as_result, outputs)
+        return [t.clone() if memory_of(t) in memory else t for t in results]
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         own = _tensors(self.module)
@@ -372,9 +374,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         before = list(map(writes_counted, tensors))
         state, host = RandomState(devices_of(tensors)), HostRandomState()
         contents = Contents((args, kwargs))
-        work = Load()
-        with Counting(work), WrittenMemory() as memory:
-            output = forward(*args, **kwargs)
+        output, work, memory, takes_views = _run(module, lambda: forward(*args, **kwargs))
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
         written = [
@@ -395,6 +395,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 state.has_changed or host.has_changed,
                 host.has_changed,
                 (work.flops, work.bytes, work.operators),
+                takes_views,
             )
         )
         modules[key] = module
@@ -408,6 +409,31 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         if len(each) != count:
             raise NotWhole(modules[key], "how often it is called depends on the batch size")
     return {key: Call.of(modules[key], each) for key, each in found.items()}
+
+
+def _run(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, Load, WrittenMemory, bool]:
+    """Call a module; return what it gives, its work, the memory that it writes to, and whether it
+    takes views in place of its parameters.
+
+    It does not if it fails with them, as one does that freezes its parameters, or if it switches
+    autocast on.
+    """
+
+    def run(takes_views: bool) -> tuple[Any, Load, WrittenMemory, bool]:
+        work = Load()
+        with (
+            autocasts() as found,
+            uses_summed(module, takes_views),
+            Counting(work),
+            WrittenMemory() as memory,
+        ):
+            output = call()
+        return output, work, memory, takes_views and not found
+
+    try:
+        return run(takes_views=True)
+    except Exception:
+        return run(takes_views=False)
 
 
 @contextmanager

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxpipe.runtime.shared import call
+from fxpipe.runtime.shared import assigned_to_both, call, replica
 
 
 def test_a_module_runs_on_the_values_given_and_stays_as_it_is():
@@ -42,3 +42,16 @@ def test_a_module_finds_the_values_among_its_parameters():
     values = {"bias": torch.zeros(2), "weight": torch.eye(2)}
     y = call(nn.Sequential(model), {f"0.{name}": v for name, v in values.items()}, torch.ones(1, 2))
     torch.testing.assert_close(y, torch.ones(1, 2))
+
+
+def test_what_is_assigned_to_a_replica_can_be_assigned_to_the_module_too():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].calls, model[0].last = 0, "a"
+    own = dict(model.named_parameters())
+    made, _ = replica(model, {"0.weight": torch.ones(2, 2)})
+    with assigned_to_both(model, made):
+        made[0].calls, made[0].new = 1, "b"
+        del made[0].last
+        assert model[0].calls == 0
+    assert (model[0].calls, model[0].new) == (1, "b") and not hasattr(model[0], "last")
+    assert all(p is own[name] for name, p in model.named_parameters())

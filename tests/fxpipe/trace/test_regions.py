@@ -14,7 +14,7 @@ from fxpipe.ir._torch import TRANSFORM_BEGINS
 from fxpipe.ir.printing import format_graph
 from fxpipe.trace import TraceError, trace
 from fxpipe.trace.whole import Whole
-from tests.zoo import gradients, loop, loss_of
+from tests.zoo import gradients, loop, loss_of, same
 
 
 class Layers(nn.Module):
@@ -86,6 +86,27 @@ def test_sizes_may_follow_from_values_within_a_model(kind: type[nn.Module], chec
         loss_of(output).backward()
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
+
+
+class Repeats(Layers):
+    """Applies one layer to the words that are there, and again to what comes out."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x)
+        y = torch.zeros_like(x)
+        y[mask] = self.inner(torch.tanh(self.inner(torch.tanh(self.inner(x[mask])))))
+        return self.last(y)
+
+
+def test_what_such_a_call_uses_several_times_gets_the_bits_of_the_loop():
+    model, given = Repeats(), inputs(8)
+    expected = loop(model, given, 4)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4) as pipe:
+        output = pipe(*given)
+        loss_of(output).backward()
+        assert calls(pipe.model_graph) == ["values_0"]
+    assert same([output.detach(), gradients(model)], list(expected))
 
 
 def test_what_is_of_unknown_size_is_one_call_with_all_that_it_needs():

@@ -566,3 +566,99 @@ def test_packed_sequences_that_cannot_leave_a_layer_are_refused_with_what_to_do(
         TraceError, match=r"LSTM cannot be kept whole: .*in a module of its own .*total_length="
     ):
         fxpipe.compile(LastOfPacked(padded=True), ["cpu"]).prepare(torch.randn(8, 7, 6), lengths)
+
+
+class Ponders(nn.Module):
+    """Applies a layer until its values are large, or often enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            if float(x.detach().abs().max()) > 1e6:
+                break
+            x = torch.tanh(3 * self.layer(x))
+        return x
+
+
+class PondersInHalf(Ponders):
+    """Switches autocast on, which casts the layer's weight once for all of its uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Around(nn.Module):
+    """Calls a module between two layers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.first, self.module, self.last = nn.Linear(6, 6), module, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.module(self.first(x)))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", [Ponders, PondersInHalf])
+def test_what_it_uses_several_times_gets_the_bits_of_the_loop(
+    kind: type[Ponders], checkpoint: str
+) -> None:
+    model, x = Around(kind()), torch.randn(12, 6)
+    expected = loop(model, (x,), 4)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        assert list(wholes(pipe.model_graph).values()) == [kind]
+        loss_of(output).backward()
+    assert same([output.detach(), gradients(model)], list(expected))
+
+
+class Freezes(Ponders):
+    """Takes a step for which its layer is frozen: only leaves of the autograd graph can be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.requires_grad_(False)
+        x = self.layer(x)
+        self.layer.requires_grad_(True)
+        return super().forward(x)
+
+
+def test_it_may_do_what_only_leaves_take() -> None:
+    model, x = Around(Freezes()), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+    assert same(output.detach(), expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+class Warms(Ponders):
+    """Scales more with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 0.5
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_keeps_what_it_assigns_to_itself_also_where_others_have_its_weight(tied: bool) -> None:
+    model, x = Around(Warms()), torch.randn(6, 6)
+    if tied:
+        model.first.weight = model.module.layer.weight
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"], chunks=3, check=False, checkpoint="never") as pipe:
+        for calls in 3, 6:
+            expected, _ = loop(reference, (x,), 3)
+            assert torch.equal(pipe(x), expected)
+            assert model.module.scale == reference.module.scale == 1 + 0.5 * calls
