@@ -139,21 +139,24 @@ def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
     assert same(here(gradients(model)), wanted)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "segments"),
     [
-        ("1f1b", "except_last", 1),
-        ("1f1b", "always", 2),
         ("zb_h1", "always", 2),
-        ("zbv", "always", 1),
         ("1f1b", "selective", 2),
-        ("zb_h1", "selective", 1),
         ("gpipe", "offload", 1),
-        ("1f1b", "offload", 1),
-        ("zb_h1", "offload", 1),
-        ("looped_bfs", "offload", 1),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in (
+                ("1f1b", "except_last", 1),
+                ("1f1b", "always", 2),
+                ("zbv", "always", 1),
+                ("zb_h1", "selective", 1),
+                ("1f1b", "offload", 1),
+                ("zb_h1", "offload", 1),
+                ("looped_bfs", "offload", 1),
+            )
+        ),
     ],
 )
 @pytest.mark.usefixtures("however_small")
