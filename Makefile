@@ -27,8 +27,8 @@ test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # what "test" has no time for: the rest of the lists and products of parameters of which it runs a part (so
-# many as have all values, or one in so many); most comparisons of plans with all other possibilities; and
-# what needs many processes, or long waits, and is tested in a smaller way, too
+# many as have all values, or one in so many); most comparisons of plans with all other possibilities; most
+# notebooks; and what needs many processes, or long waits, and is tested in a smaller way, too
 long: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto -m long
 

@@ -62,12 +62,15 @@ def own_names(tree):
 
 def private_uses(tree, own):
     """The lines at which a file uses a private name of others, and that name."""
+    allowed = own | OF_MODULES | OF_PYTHON
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
-        elif isinstance(node, ast.Attribute) and node.attr not in own | OF_MODULES | OF_PYTHON:
+        elif isinstance(node, ast.Attribute):
+            if not is_private(node.attr) or node.attr in allowed:
+                continue
             is_operator = ast.unparse(node).startswith("torch.ops.aten.")
             names = [] if is_operator else [node.attr]
         else:

@@ -195,12 +195,11 @@ def evaluate(pipe, x, target):
 
 @pytest.mark.parametrize("run", [step, evaluate])
 def test_memory_depends_on_the_schedule_and_not_on_how_many_micro_batches_there_are(run):
-    peaks = {chunks: needed(chunks, run) for chunks in (8, 16, 32)}
+    peaks = {chunks: needed(chunks, run) for chunks in (8, 16)}
     if run is evaluate:  # all outputs are there at the end
         peaks = {chunks: each[:-1] for chunks, each in peaks.items()}
     # A lane may free a value, which another lane has made, somewhat sooner or later.
-    for chunks in 16, 32:
-        assert peaks[chunks] == pytest.approx(peaks[8], abs=2.0)
+    assert peaks[16] == pytest.approx(peaks[8], abs=2.0)
     assert max(peaks[8]) <= 4 * LANES, "a few at a time"
 
 

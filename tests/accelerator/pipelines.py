@@ -115,7 +115,8 @@ def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule):
         assert same(here(model.buffers()), list(reference.buffers()))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
 def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
 
     def penalised(model):
@@ -138,20 +139,24 @@ def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
     assert same(here(gradients(model)), wanted)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "segments"),
     [
-        ("1f1b", "except_last", 1),
-        ("1f1b", "always", 2),
         ("zb_h1", "always", 2),
-        ("zbv", "always", 1),
         ("1f1b", "selective", 2),
-        ("zb_h1", "selective", 1),
         ("gpipe", "offload", 1),
-        ("1f1b", "offload", 1),
-        ("zb_h1", "offload", 1),
-        ("looped_bfs", "offload", 1),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in (
+                ("1f1b", "except_last", 1),
+                ("1f1b", "always", 2),
+                ("zbv", "always", 1),
+                ("zb_h1", "selective", 1),
+                ("1f1b", "offload", 1),
+                ("zb_h1", "offload", 1),
+                ("looped_bfs", "offload", 1),
+            )
+        ),
     ],
 )
 @pytest.mark.usefixtures("however_small")
@@ -169,6 +174,7 @@ def test_a_checkpointed_step(schedule, checkpoint, segments):
     assert same(here(gradients(model)), gradients(twin))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:5"])
 def test_a_batch_may_be_anywhere(home):
     make, inputs = MODELS["unet"]
@@ -184,6 +190,7 @@ def test_a_batch_may_be_anywhere(home):
         pipe.step(*(t.to(home) for t in x), target=torch.randn(BATCH).to(home))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("home", "run"),
     [
@@ -231,6 +238,7 @@ def test_the_gradient_of_a_batch_comes_back_to_it():
     assert b.grad.device == b.device and same(a.grad, b.grad.cpu())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["unet", "tied"])
 def test_the_callers_streams_may_be_the_default_ones(name):
     make, inputs = MODELS[name]
@@ -293,7 +301,8 @@ def test_what_goes_wrong_in_a_lane_leaves_all_streams_as_they_were():
     assert same(here(gradients(model)), expected[1])
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_the_host_never_waits_for_a_value_of_a_device(checkpoint):
     """Also in the first call of stages that are run again, and that write to buffers."""
     make, inputs = MODELS["resnet"]
@@ -427,7 +436,8 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint):
     def run(devices, home):
         torch.manual_seed(1)
@@ -448,7 +458,8 @@ def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint):
     assert same(first, second) and same(first, run(["cpu"] * 4, "cpu"))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_optimizer_steps_each_stage_on_its_device(kind):
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
@@ -491,7 +502,8 @@ def test_training_by_hand():
                 assert same(pipe(*(t.to("sim:0") for t in x)).cpu(), cpu(*x))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_autocast_is_the_callers(checkpoint):
     make, inputs = MODELS["unet"]
     model, (x,) = make(), inputs(BATCH)

@@ -37,13 +37,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "tests",
     [
-        ["tests/accelerator/races.py"],
-        ["tests/accelerator/pipelines.py"],
-        ["tests/accelerator/mutated.py"],
-        ["tests/accelerator/times.py"],
-        ["tests/accelerator/memory.py"],
-        ["tests/accelerator/fitting.py"],
-        ["tests/accelerator/spread.py", "tests/accelerator/together.py"],
+        [f"tests/accelerator/{what}.py" for what in ("races", "pipelines", "mutated")],
+        [f"tests/accelerator/{what}.py" for what in ("memory", "fitting", "times")],
+        [f"tests/accelerator/{what}.py" for what in ("spread", "together")],
         pytest.param(
             [
                 f"tests/fxpipe/runtime/{what}.py"

@@ -29,10 +29,12 @@ def test_faults_happen_at_every_operation_of_the_vocabulary():
         subject = Subject(setting)
         met |= {place for place, _ in subject.places}
         subject.pipe.close()
+        if {op.__name__ for op in vocabulary - OF_STAGES - OF_RANKS} <= met:
+            break
     assert {op.__name__ for op in vocabulary - OF_STAGES - OF_RANKS} - met == set()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_after_a_fault_nothing_waits_nothing_is_left_and_the_next_call_is_right(setting):
     subject = Subject(setting)

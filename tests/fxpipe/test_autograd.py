@@ -185,7 +185,7 @@ def default_recursion_limit():
 def test_a_long_chain_compiles_trains_and_is_freed_within_the_default_recursion_limit(
     checkpoint, default_recursion_limit
 ):
-    model, x = LongChain(3000), torch.randn(4, 2)
+    model, x = LongChain(1500), torch.randn(4, 2)
     _, expected = loop(model, (x,), 2)
     model.zero_grad()
     pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint)
@@ -273,6 +273,7 @@ def test_a_model_may_have_checkpoints_of_its_own(use_reentrant, options):
     assert same(gradients(model), gradients(reference))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_a_checkpoint_may_be_around_a_pipeline_from_its_first_call_on(checkpoint, use_reentrant):

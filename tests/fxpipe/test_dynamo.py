@@ -33,6 +33,7 @@ def assert_like_the_loop(model, call, inputs, chunks=3):
     assert same(gradients(model), expected[1])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", [*MODELS, "tied"])

@@ -78,6 +78,7 @@ def cat(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in parts(x, CHUNKS)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("register", [on_modules, on_parameters])
 def test_every_kind_fires_as_often_with_the_same_and_in_the_same_order(register, stages):

@@ -44,6 +44,7 @@ def stepped(name, schedule, checkpoint, **options):
     return losses, gradients(model), list(model.buffers())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("mode", ["always 1/2", "always 3/4"])

@@ -29,6 +29,7 @@ T5 = pytest.param(
 )
 
 
+@pytest.mark.long  # tests/fxpipe/test_dynamo.py has the models of tests/zoo.py
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["BertForMaskedLM", T5, "UNet2DModel"])
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name):

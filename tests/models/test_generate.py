@@ -89,6 +89,7 @@ def continued(model, prompt=PROMPT, seed=7, **options):
     return model.generate(prompt, max_new_tokens=NEW, **{"do_sample": False, **options})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -151,6 +152,7 @@ def test_an_encoder_and_a_decoder_have_two_caches():
         assert len(pipe.compilations) == 3
 
 
+@pytest.mark.long  # so it is for the model whose window is refused, below
 def test_without_a_cache_every_call_has_the_whole_text():
     model = made(gpt2)
     with piped(model) as pipe:

@@ -86,10 +86,10 @@ def test_ten_adam_steps_on_real_text_are_those_of_the_model(make):
 
 
 def test_with_dropout_every_run_and_checkpoint_mode_gives_the_same_bits():
-    model, ids = gpt2(dropout=0.1), text(BATCH)
+    model, ids = gpt2(dropout=0.1, layers=2), text(BATCH)
     seen = []
     for mode in ("never", "always", "always"):
-        with fxpipe.compile(model, ["cpu"] * 4, chunks=CHUNKS, checkpoint=mode) as pipe:
+        with fxpipe.compile(model, ["cpu"] * 2, chunks=CHUNKS, checkpoint=mode) as pipe:
             model.zero_grad()
             torch.manual_seed(1)
             pipe(ids, labels=ids).loss.backward()
@@ -98,12 +98,12 @@ def test_with_dropout_every_run_and_checkpoint_mode_gives_the_same_bits():
 
 
 def test_the_state_dict_is_the_models_both_ways():
-    model = gpt2()
+    model = gpt2(layers=2)
     ids = text(2)
-    pipe = fxpipe.compile(model, ["cpu"] * 4, example_kwargs={"input_ids": ids, "labels": ids})
-    other = gpt2()
+    pipe = fxpipe.compile(model, ["cpu"] * 2, example_kwargs={"input_ids": ids, "labels": ids})
+    other = gpt2(layers=2)
     other.load_state_dict(pipe.state_dict(), strict=True)
-    fresh = gpt2()
+    fresh = gpt2(layers=2)
     pipe.load_state_dict(fresh.state_dict(), strict=True)
     expected = fresh.eval()(input_ids=ids, labels=ids).loss
     pipe.eval()
@@ -113,7 +113,7 @@ def test_the_state_dict_is_the_models_both_ways():
 
 
 def test_a_cache_of_keys_and_values_comes_out_and_goes_in_again():
-    model, ids = gpt2().eval(), text(4)
+    model, ids = gpt2(layers=2).eval(), text(4)
     model.config.use_cache = True
     prompt, token = ids[:, :-1], ids[:, -1:]
     with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
@@ -130,7 +130,7 @@ def next_byte(output, x: Tensor) -> Tensor:
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", NAMES)

@@ -72,6 +72,7 @@ def test_what_an_optimizer_keeps_decides_what_fits():
         compiled(Heavy(), without, optimizer="adamw", partition=["layers"]).close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, None])
 def test_what_does_not_fit_is_refused_with_calls_that_would_fit(loss_fn):
     layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]

@@ -73,6 +73,7 @@ class Siamese(Normed):
         return nn.functional.cross_entropy(scores, torch.tensor([*range(len(x))]), reduction="none")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("batch, chunks", [(3, 1), (2, 1), (6, 3), (9, 3), (5, 1)])
 @pytest.mark.parametrize("kind", [Listing, Siamese])

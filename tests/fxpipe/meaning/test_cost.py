@@ -86,6 +86,7 @@ class Places(Deep):
         return super().forward(x).argmax(0)[:1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_whole_numbers_that_are_alike_by_chance_are_asked_for_again(seed):
     torch.manual_seed(seed)

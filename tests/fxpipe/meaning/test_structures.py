@@ -124,7 +124,7 @@ def half_of(value, first):
     return map_tensors(lambda t: t[: N // 2] if first else t[N // 2 :], value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_it_is_that_of_the_loop_over_micro_batches(name):
     then, more = RIGHT[name]
@@ -215,7 +215,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(name):
     then, more, says = REFUSED[name]

@@ -70,7 +70,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 def test_a_contrastive_loss_is_told_of_once_and_not_for_a_branch_that_is_not_there():
     torch.manual_seed(0)
     with fxpipe.compile(Siamese(), TWO, chunks=4) as pipe, told() as said:
-        for rows in (16, 12, 8, 10, 9):
+        for rows in (16, 12, 9):
             pipe.step(*batch(rows))
     (text,) = said
     assert "neither a mean over the rows nor a sum" in text

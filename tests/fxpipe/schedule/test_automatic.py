@@ -141,7 +141,7 @@ def test_inputs_that_are_larger_than_activations_count_as_what_they_are():
     st.integers(0, 9),
     st.sampled_from([0.0, 0.5]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_what_is_found_keeps_within_the_room_or_there_is_none(
     costs, sizes, inputs, microbatches, checkpointed, more, released
 ):

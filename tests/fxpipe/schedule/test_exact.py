@@ -21,7 +21,7 @@ def check(found):
 
 
 @given(costs(2), st.sampled_from([NEVER, 2, 1]), st.sampled_from([0.0, 0.5]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_two_lanes_against_all_schedules(costs, room, latency):
     """Of micro-batches in any order, too: that they may be taken in order is no restriction.
 
@@ -37,7 +37,7 @@ def test_several_stages_a_lane_against_all_schedules(costs, placement):
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 2), min_size=3, max_size=3))
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 def test_a_forward_is_put_off_that_would_take_the_room_of_another(costs):
     """Both micro-batches in stage 0 would leave no room for any in stage 2, on the same lane."""
     check(problem([StageCost(*cost) for cost in costs], (0, 1, 0), room=2))

@@ -187,7 +187,7 @@ def test_of_few_actions_the_search_finds_the_best_of_all_orders(seconds, again, 
 
 
 @given(recomputing())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_a_step_is_never_longer_than_with_recomputations_where_they_come_anyway(found):
     costs, lanes, count = found.world.costs, found.lanes, found.microbatches
     result = search(costs, lanes, count, **options(found))

@@ -11,6 +11,7 @@ import fxpipe
 from tests.zoo import MLP, mean_loss, same
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("has_scaler", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_the_gradients_of_several_steps_are_those_of_the_loop_over_their_losses(

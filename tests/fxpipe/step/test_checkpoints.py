@@ -19,6 +19,7 @@ from passes.common.segments import counts
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"])

@@ -35,6 +35,7 @@ def test_loss_and_gradients_are_those_of_the_loop_in_that_order(name, schedule):
         assert same(list(model.buffers()), list(reference.buffers()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", [name for name in ALL if name != "resnet"])

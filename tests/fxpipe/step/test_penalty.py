@@ -50,6 +50,7 @@ def stepped(model, x, schedule, chunks, own=None, reference=None, **options):
     return *found, wanted
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", MODELS)

@@ -132,6 +132,7 @@ def test_a_stage_may_begin_at_a_module_that_is_checkpointed() -> None:
         )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["except_last", "always"])
 @KINDS
 def test_they_may_be_within_checkpointed_stages(mode: str, reentrant: bool) -> None:
@@ -341,6 +342,7 @@ def test_fxpipes_own_checkpoint_in_a_model_is_kept_too(tracer: str) -> None:
     assert same(list(model.buffers()), list(plain.buffers()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @KINDS

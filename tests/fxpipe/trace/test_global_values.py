@@ -120,6 +120,7 @@ def squared() -> None:
     Config.power = 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize(
     ("change", "said"),

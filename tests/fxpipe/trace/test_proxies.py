@@ -49,7 +49,7 @@ LOOKUPS = {
 
 
 @pytest.mark.covering(1)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("lengths", [LENGTHS, FAR])
 @pytest.mark.parametrize("way", LOOKUPS)
 def test_each_length_has_what_is_looked_up_by_it(way, lengths):

@@ -61,7 +61,7 @@ def stepped(training: Training, rng: random.Random) -> tuple[fxpipe.Pipeline, li
 
 @given(trainings())
 @settings(
-    max_examples=int(os.environ.get("FXPIPE_EXAMPLES", "15")),
+    max_examples=int(os.environ.get("FXPIPE_EXAMPLES", "8")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -92,7 +92,7 @@ def graphs(draw):
 
 
 @given(graphs(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_parts_of_any_graph_fit_together_whatever_its_order(given, everywhere):
     gm, ranks = given
     programs = [Project(ranks, rank, everywhere)(gm) for rank in ranks]
