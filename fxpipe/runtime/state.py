@@ -34,6 +34,8 @@ class State:
         self._attributes = [(m, _own(m)) for m in modules]
         self._counts = {id(m): len(vars(m)) for m, _ in self._attributes}
         self._contents: dict[int, tuple[Any, Any]] = {}  # by ids: containers, and copies
+        self.met: list[nn.Module | nn.Parameter] = []
+        """The modules and parameters in attributes and containers."""
         for _, own in self._attributes:
             for value in own.values():
                 self._look_into(value, DEPTH)
@@ -45,6 +47,8 @@ class State:
     def _look_into(self, value: Any, depth: int) -> None:
         if isinstance(value, PLAIN) or not depth or id(value) in self._contents:
             return
+        if isinstance(value, nn.Module | nn.Parameter):
+            self.met.append(value)
         contents = _contents(value)
         if contents is None:
             return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import skip
-from fxpipe.ir._torch import FakeTensor, at_most_guards, lost_tensors_as_constants
+from fxpipe.ir._torch import FakeTensor, at_most_guards
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import is_watched
 from fxpipe.ir.log import warn
@@ -52,6 +52,7 @@ from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
 from fxpipe.trace.slices import without_whole_slices
 from fxpipe.trace.texts import texts_guarded
+from fxpipe.trace.unregistered import MetParameters, constants_told
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,6 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 whole.kept_whole(strategy.whole, calls),
                 functions_called(calls if strategy.functions_as_nodes else None) as functions,
                 checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
-                lost_tensors_as_constants(),
                 once.exported(),
                 exported_somewhere(example),
                 prints() as printed,
@@ -178,6 +178,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 questions_answered(example.model, real_of_export(example.tensors)),
                 texts_guarded(),
                 unwatched() as watched,
+                constants_told() as met,
             ):
                 program = torch.export.export(
                     _OnTensors(example, structures.append, watched),
@@ -192,7 +193,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             if strategy.layers and (functions or checkpointed.found):
                 raise DoesNotRepeat("it has backwards or checkpoints of its own")
             with unwatched():
-                graph_module = _on_the_model(program, example, calls, once)
+                graph_module = _on_the_model(program, example, calls, once, met)
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes
@@ -431,10 +432,11 @@ def _on_the_model(
     example: Example,
     calls: Mapping[str, whole.Opaque],
     once: Repeated,
+    met: MetParameters,
 ) -> fx.GraphModule:
     """The graph of an exported program, whose inputs are those of the example only: it reads the
-    model's own tensors under the model's own names, where the program is given them. It has no
-    guards, as fxpipe has guards of its own."""
+    model's own tensors under the model's own names, where the program is given them, and parameters
+    that are not the model's own. It has no guards, as fxpipe has guards of its own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
@@ -454,7 +456,7 @@ def _on_the_model(
                 attributes[target] = operator.attrgetter(target)(example.model)
             except AttributeError:  # a constant, or a no_grad region: made by export
                 if node.name in given:
-                    attributes[target] = (program.state_dict | program.constants)[own]
+                    attributes[target] = met.of((program.state_dict | program.constants)[own])
                 else:
                     attributes[target] = operator.attrgetter(own)(program.graph_module)
             copies[node] = graph.create_node("get_attr", target, name=target.replace(".", "_"))

@@ -65,7 +65,6 @@ _OTHERS = {  # what is compared by what it is, and words for another one
 }
 _CONTAINERS = list, tuple, deque, set, frozenset, dict
 _FEW = 32  # a longer container is data
-_SMALL = 1024  # the elements of an array whose values are compared
 _DEEP = 3  # how deep containers, and objects in objects, are followed
 
 
@@ -95,7 +94,8 @@ class GlobalValues:
             key: list(_places(place, names, _DEEP))
             for key, place in _variables(read, classes, names)
         }
-        self._watch([(k, each, _now(each)) for k, places in found.items() for each in places])
+        every = ((key, each) for key, places in found.items() for each in places)
+        self._watch([(key, each, snapshot(each.get())) for key, each in every])
 
     @staticmethod
     def of(model: nn.Module) -> GlobalValues:
@@ -111,7 +111,8 @@ class GlobalValues:
         classes = classes_of(model, left_out)
         read = {key for key, _ in _variables(functions, classes, _names_of(functions))}
         found = copy.copy(self)
-        found._watch([(k, p, then) for k, p, then in self._states if k in read and _now(p) == then])
+        states = [(k, p, s) for k, p, s in self._states if k in read and snapshot(p.get()) == s]
+        found._watch(states)
         return found
 
     def _watch(self, states: list[tuple[_Key, _Variable, Any]]) -> None:
@@ -125,7 +126,7 @@ class GlobalValues:
         """Whether all of them are as they were."""
         if not all(get() is value for get, value in self._fixed):
             return not self.difference()  # an equal value is as good as the same one
-        return all(_now(place) == then for place, then in self._others)
+        return all(snapshot(place.get()) == then for place, then in self._others)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -142,7 +143,7 @@ class GlobalValues:
     def difference(self) -> str:
         """The first that has changed, in words; "" if none has."""
         for _, place, then in self._states:
-            if (now := _now(place)) != then:
+            if (now := snapshot(place.get())) != then:
                 value = place.get()
                 for kind, word in _OTHERS.items():
                     if isinstance(value, kind):
@@ -216,13 +217,6 @@ def _own(kind: type, name: str) -> Any:
 
 def _name_of(value: Any) -> str:
     return f", {name}" if (name := getattr(value, "__name__", "")) else ""
-
-
-def _now(place: _Variable) -> Any:
-    value = place.get()
-    if isinstance(value, np.ndarray) and value.size <= _SMALL:
-        return snapshot(value), value.tobytes()
-    return snapshot(value)
 
 
 def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Variable]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -85,19 +85,27 @@ class Since:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Since]:
+def untouched(model: nn.Module, *, but: frozenset[nn.Module] = frozenset()) -> Iterator[Since]:
     """Make runs and traces of a model inside the ``with`` block free of side effects.
 
     At the end of the block the modules' attributes and what they contain, the values of buffers,
     the gradients and the states of the random number generators are put back, and what functions
     of the model keep outside of it (:mod:`fxpipe.trace.outer`). Inside the block the user's hooks
     are not called, except those that record outputs of modules for the model's own output.
-    PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight.
+    PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight. The same holds
+    for modules that the model has in a list, or reads from a global variable, say.
 
     Yields an object that tells what the model has done inside the block so far.
+
+    Args:
+        but: modules that are not looked after, as an outer block does so.
     """
     modules, parameters = list(model.modules()), list(model.parameters())
     contents, outside, held = State(modules), Outside(model), Held(modules)
+    around = dict.fromkeys([*contents.met, *outside.met])
+    known = but.union(modules)
+    others = [each for each in around if isinstance(each, nn.Module) and each not in known]
+    of_others = [each for each in around if isinstance(each, nn.Parameter)]
     attributes: list[dict[Any, Any]] = [vars(module) for module in modules]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     on_parameters = [hooks for p in parameters for hooks in _hooks_on(p)]
@@ -112,7 +120,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     trained = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
-    gradients = [(leaf, leaf.grad) for leaf in (*parameters, *trained)]
+    leaves = dict.fromkeys((*parameters, *trained, *of_others))
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
     devices = devices_used((*parameters, *tensors))
     state, host = RandomState(devices), HostRandomState()
     outer = _here.models
@@ -129,7 +138,9 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                         del hooks[key]
         for leaf, _ in gradients:  # a forward that runs a backward may add to gradients
             leaf.grad = None
-        with _eagerly():
+        with _eagerly(), ExitStack() as stack:
+            for other in others:
+                stack.enter_context(untouched(other, but=known))
             yield Since(state, host, contents, saved_tensors, outside, held)
     finally:
         _here.models = outer

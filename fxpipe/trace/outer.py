@@ -49,11 +49,14 @@ class Outside:
         if kept is None:
             kept = _FOUND[model] = list(_kept(model))
         self._caches = [(c, c.cache_info().misses) for _, c in kept if isinstance(c, _Cache)]
+        self.met = [value for _, value in kept if isinstance(value, nn.Module | nn.Parameter)]
+        """The modules and parameters that the code reads, and those in containers that it reads."""
         self._contents: list[tuple[str, Any, State]] = []
         for name, container in kept:
             if type(container) in _CONTAINERS and len(container) <= _MANY:
                 state = State(())
                 state.look_into(container)
+                self.met += state.met
                 self._contents.append((name, container, state))
 
     def changed(self) -> list[str]:
@@ -86,10 +89,12 @@ def _has_values(container: Any, depth: int = 3) -> bool:
 
 
 def _kept(model: nn.Module) -> Iterator[_Named]:
-    """The caches, and the containers in global variables, classes and closures, that the code of a
-    model's forward reads, as far as they are found by names."""
-    for values in _read(model):
-        yield from (pair for pair in values if type(pair[1]) in (_Cache, *_CONTAINERS))
+    """The caches, and the containers, modules and parameters in global variables, classes and
+    closures, that the code of a model's forward reads, as far as they are found by names."""
+    kinds = nn.Module, nn.Parameter
+    for name, value in (pair for values in _read(model) for pair in values):
+        if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
+            yield name, value
 
 
 def functions_of(model: nn.Module, but: Iterable[Any] = ()) -> Iterator[FunctionType]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ _SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are taken for data that no forward branches by: not compared
 _DEPTH = 6  # how deep values are compared that are nested in others
+SMALL = 1024
+"""Of a larger array of NumPy no elements are compared."""
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
 _FEW = 32
 
@@ -73,13 +76,31 @@ class _Is:
     __hash__ = object.__hash__
 
 
+class _Elements:
+    """The elements that an array has now: compared by their bytes, so that NaN equals NaN."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.key = array.dtype, array.shape, array.tobytes()
+        self.said = " ".join(np.array2string(array, threshold=8).split())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Elements) and self.key == other.key
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return self.said
+
+
 def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     """A snapshot of a value, which is compared with a later one to see whether the value changed.
 
-    A container is compared by its elements, a configuration object by its attributes, both at most
-    ``depth`` levels deep, the innermost ones only where there are few of them; anything else by its
-    identity.
+    A container is compared by its elements, as is a small array of NumPy, a configuration object by
+    its attributes, both at most ``depth`` levels deep, the innermost ones only where there are few
+    of them; anything else by its identity.
     """
+    if isinstance(value, np.ndarray) and value.size <= SMALL:
+        return type(value), _Elements(value)
     if depth and isinstance(value, type) and (settings := settings_of(value)):
         return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
     if isinstance(value, PLAIN):

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,6 +259,40 @@ def test_a_change_deep_in_a_configuration_is_seen(make, owner):
         owner(model.config).scale = 3.0
         assert pipe.guards.failure(X).endswith("scale: 1.0 → 3.0")
         torch.testing.assert_close(pipe(X), model(X))
+
+
+class ByAnArray(nn.Module):
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.read, self.layer = read, nn.Linear(4, 3)
+        self.weights = np.array([1.0, 2.0, 3.0], np.float32)
+        self.kept = {"weights": self.weights}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.read(self)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: float(model.weights[0]),
+        lambda model: model.weights.mean().item(),
+        lambda model: torch.from_numpy(model.weights),
+        lambda model: torch.tensor(model.weights),
+        lambda model: float(model.kept["weights"][0]),
+    ],
+    ids=["a number", "a mean", "its memory", "a copy", "in a dict"],
+)
+def test_an_array_of_numpy_that_is_written_to_is_seen(read):
+    model, x = ByAnArray(read), torch.randn(8, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for value in 1.0, 7.0, 7.0, float("nan"), 2.0:
+            model.weights[0] = value
+            expected = torch.cat(outputs_of_loop(model, (x,), 2))
+            torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0, equal_nan=True)
+        said = str(pipe.compilations[1])
+    assert len(pipe.compilations) == 4, "once for each value"
+    assert "weights" in said and "[1. 2. 3.] → [7. 2. 3.]" in said
 
 
 def test_of_many_values_deep_in_a_configuration_none_is_compared():
