@@ -20,6 +20,7 @@ from passes.to_rank.unshard import Unshard
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.borders import Borders
+from passes.to_stages.checks import EarlyChecks
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import InputError, WrittenInputs
@@ -46,6 +47,7 @@ __all__ = [
     "DeferredBatchNorm",
     "Dependencies",
     "Devices",
+    "EarlyChecks",
     "Free",
     "InputError",
     "Microbatch",

@@ -35,6 +35,7 @@ from passes.to_pipeline.streams import Streams
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.borders import Borders
+from passes.to_stages.checks import EarlyChecks
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import WrittenInputs
@@ -98,6 +99,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
         Entry("shared", lambda c: Shared(c.training), model, model, Shared, needs=("alias",)),
         Entry("random", lambda c: Random(), model, model, Random, needs=("alias",)),
         Entry("partition", _partition, model, model, Partition, needs=("alias", "cost")),
+        Entry("checks", lambda c: EarlyChecks(), model, model, EarlyChecks, needs=("partition",)),
         Entry("free", lambda c: Free(), model, model, Free, needs=("partition",)),
         Entry(
             "tied",

@@ -533,6 +533,10 @@ ASSERT = torch._assert
 """The assertion that models make, as a function, to be traced by fx. It takes the truth value of a
 tensor on the host."""
 
+ASSERT_ASYNC = torch._assert_async
+"""The assertion that checks the truth value of a tensor on its device, so that the host does not
+wait. Its operator in graphs that are exported has the overloads ``default`` and ``msg``."""
+
 SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 

@@ -538,12 +538,12 @@ class Asking:
             return Verdict(takes_parts=True)
         self.runs.drew, self.runs.uniform = False, UNIFORM[0]
         question = self._question(dims, sizes or (*SIZES, self.asked.sizes(batch)))
-        modes = len(self.runs.modes)
-        verdict = check(question, self._ignored, is_likely=is_likely)
-        if len(self.runs.modes) < modes:  # else what it gives in two modes would be compared
+        is_asked_again = True
+        while is_asked_again:
+            modes = len(self.runs.modes)
             verdict = check(question, self._ignored, is_likely=is_likely)
-        if self.runs.still_more():
-            verdict = check(question, self._ignored, is_likely=is_likely)
+            # Else what it gives in two modes would be compared, or with other random numbers.
+            is_asked_again = len(self.runs.modes) < modes or self.runs.still_more()
         if self.runs.drew and not verdict.is_exact and verdict.trial is not None:
             self.random = self._moving(verdict.trial)
             verdict = check(question, self._ignored, is_likely=is_likely)
@@ -561,6 +561,7 @@ class Asking:
             *(self.runs.ran, self.tensors, dims, sizes, self.listed is not None),
             counts=self.asked.counts,
             said=self.runs.said,
+            is_void=lambda: self.runs.has_more_to_still,
         )
 
     def _with_other_draws(self, dims: InDims, verdict: Verdict) -> Verdict:

@@ -77,6 +77,7 @@ class ByGraph:
             [sizes],
             run_parts=self._of_a_part,
             twins=twins,
+            is_void=lambda: self.runs.drew,
         )
         found = check_graph(question)
         if found.trial is None or not found.is_exact or found.slight or found.unclear:

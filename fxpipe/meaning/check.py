@@ -49,6 +49,7 @@ from fxpipe.meaning.sample import (
     GIVEN,
     LEVELS,
     MIXED,
+    WHOLE,
     has_fractions,
     part,
     sampled,
@@ -204,13 +205,36 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_enoug
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
     verdict = _of_any_rows(question, ignored, is_enough)
-    if MIXED not in (trial.level for trial in verdict.trials) or not verdict.is_wrong:
+    mixed = next((trial for trial in verdict.trials if trial.level == MIXED), None)
+    if mixed is None or not verdict.is_wrong or not _has_what_is_mixed(question, mixed.sizes):
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
     if less.trial is None or less.is_wrong:
         return verdict
     less.mixed = next(problem for problem in verdict.problems if not problem.is_scalar)
     return less
+
+
+def _has_what_is_mixed(question: Question, sizes: Sequence[int]) -> bool:
+    """Whether some sample whose integers are mixed differs from the one of whole rows. Where inputs
+    have real numbers only, none does, and to ask for whole rows were to ask the same again."""
+    own, dims, counts = question.tensors, question.dims, question.counts
+    for seed in question.seeds:
+        mixed, whole = (
+            sampled(own, dims, sizes, level, seed, counts, seed in question.twins)
+            for level in (MIXED, WHOLE)
+        )
+        if not all(map(_is_same, mixed, whole)):
+            return True
+    return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of samples are known to be the same."""
+    are_known = all(
+        isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta for t in (one, other)
+    )
+    return are_known and torch.equal(one, other)
 
 
 def _checked(
@@ -236,6 +260,8 @@ def _checked(
         verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
         trial, count = taken, count + 1
         remaining.discard(seed)
+        if question.is_void():
+            break
         for path, compared in _but_for_rounding(question, trial, wide):
             found = told_from_a_mean(question, trial, path, compared)
             if ignored(path):
@@ -253,13 +279,14 @@ def _checked(
                         failed.setdefault(path, []).extend(wrong)
         if not question.has_values:
             break  # all samples are the same
+        if all(_is_refuted(trial, path, failed.get(path, ())) for path in fits):
+            break
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
         if clear and is_enough and not remaining and not _may_fit_by_chance(trial, question.dims):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
-        is_large = share > LARGE
-        often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or is_large
+        often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or share > LARGE
         (verdict.problems if often else verdict.slight).append(problems[0])
     if verdict.trial is not None:  # what is accepted although it differs is joined by its shape
         for path in failed.keys() & verdict.trial.whole.keys():
@@ -269,6 +296,14 @@ def _checked(
     verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)} - told
     verdict.same = {path for path, ways in fits.items() if ANY in ways}
     return verdict
+
+
+def _is_refuted(trial: Trial, path: str, problems: Sequence[Problem]) -> bool:
+    """Whether further samples cannot change what is said of an output: it has rows, and for one
+    sample it has differed in so many elements that it is a problem whatever others give. (Of single
+    numbers several samples tell how they are made.)"""
+    is_large = any(p.difference is not None and p.difference.share > LARGE for p in problems)
+    return is_large and bool(_by_shape(trial, path)) and not is_number(trial.whole[path])
 
 
 class _Wide:

@@ -105,10 +105,15 @@ class ModelRuns:
         """Whether something has been put in the place of random numbers or batch statistics."""
         return self.met_norm or self.met_random_numbers
 
+    @property
+    def has_more_to_still(self) -> bool:
+        """Whether runs have drawn random numbers in whose place nothing has been put so far."""
+        return self.drew and not (self.stilled and (self.stilled_host or not self.drew_on_the_host))
+
     def still_more(self) -> bool:
         """If runs have drawn random numbers: have something put in their place in runs from now on.
         Returns whether there is something that has not been."""
-        if not self.drew or (self.stilled and (self.stilled_host or not self.drew_on_the_host)):
+        if not self.has_more_to_still:
             return False
         self.stilled, self.stilled_host, self.drew = True, self.drew_on_the_host, False
         return True

@@ -55,6 +55,8 @@ class Question:
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
         said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
+        is_void: whether the answer is not going to be used, as runs so far have shown: no further
+            samples are taken then.
         twins: the seeds of the samples in which rows of two parts are nearly equal; none where rows
             cannot see each other.
     """
@@ -68,6 +70,7 @@ class Question:
     counts: Sequence[Tensor] = ()
     said: Mapping[str, Dim] = field(default_factory=dict)
     twins: Sequence[int] = OF_TWINS
+    is_void: Callable[[], bool] = lambda: False
 
     @property
     def seeds(self) -> list[int]:

@@ -25,10 +25,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.ir._torch import ASSERT, FakeTensor
+from fxpipe.ir.checks import check
 from fxpipe.ir.source import is_a_models
 from fxpipe.trace.blame import Blamed
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, Refused, source_line
@@ -85,21 +86,10 @@ def asserted(running: Running) -> Iterator[list[Exception]]:
         yield undecided
 
 
-def check(condition: Any, wanted: bool, message: str) -> None:
-    """Raise RuntimeError with this message unless a condition has the truth value that is wanted.
-    That of a tensor on an accelerator is checked there, so that the host does not wait."""
-    if isinstance(condition, Tensor):
-        torch.ops.aten._assert_async.msg(condition if wanted else condition.logical_not(), message)
-    elif bool(condition) is not wanted:
-        raise RuntimeError(message)
-
-
-fx.has_side_effect(check)
-
-
 def as_a_check(condition: Any, message: Any = "") -> tuple[Any, bool, str]:
-    """The arguments of :func:`check` for those of ``torch._assert``, which takes the truth value of
-    a tensor on the host: while passes run a graph, its tensors have no values."""
+    """The arguments of :func:`~fxpipe.ir.checks.check` for those of ``torch._assert``, which takes
+    the truth value of a tensor on the host: while passes run a graph, its tensors have no values.
+    """
     return condition, True, f"{ASSERTED}{message}"
 
 

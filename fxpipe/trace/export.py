@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import skip
 from fxpipe.ir._torch import FakeTensor, at_most_guards
+from fxpipe.ir.checks import is_check
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import is_watched
 from fxpipe.ir.log import warn
@@ -27,7 +28,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.asked import questions_answered, real_of_export
 from fxpipe.trace.blame import Blamed, NotWhole
-from fxpipe.trace.conditions import ASSERTED, asserted
+from fxpipe.trace.conditions import asserted
 from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
@@ -312,7 +313,6 @@ class _OnTensors(nn.Module):
 
 # The operators by which an exported graph checks what it has been specialised for.
 _GUARDS = {
-    torch.ops.aten._assert_async.msg,
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten.sym_constrain_range.default,
@@ -444,7 +444,7 @@ def _on_the_model(
     given = _given_tensors(program)
     kinds = {node: _kind(node, given) for node in program.graph.nodes}
     for node in sorted(kinds, key=lambda node: kinds[node] != "placeholder"):
-        if node.target in _GUARDS and not _is_the_models_check(node):
+        if node.target in _GUARDS:
             continue
         if kinds[node] == "placeholder":
             name = next(names)
@@ -502,14 +502,10 @@ def _kind(node: fx.Node, given: Mapping[str, str]) -> str:
     return "get_attr" if node.op == "placeholder" and node.name in given else node.op
 
 
-def _is_the_models_check(node: fx.Node) -> bool:
-    return any(isinstance(each, str) and each.startswith(ASSERTED) for each in node.args)
-
-
 def _is_needed(attributes: Mapping[str, Any], node: fx.Node) -> bool:
     """Whether a node has an effect, so that it must stay even if nothing uses its value. A region
     without gradients is a graph within the graph: it is needed if one of its nodes is."""
-    if node.op == "call_module" or node.is_impure() or _updates_statistics(node):
+    if node.op == "call_module" or node.is_impure() or is_check(node) or _updates_statistics(node):
         return True
     within = (attributes[str(n.target)] for n in node.all_input_nodes if n.op == "get_attr")
     return any(

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import skip
 from fxpipe.ir._torch import ASSERT
+from fxpipe.ir.checks import check
 from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
 from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_of_a_model
@@ -23,7 +24,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.state import State
 from fxpipe.trace import checkpoints
 from fxpipe.trace.asked import questions_answered
-from fxpipe.trace.conditions import as_a_check, check
+from fxpipe.trace.conditions import as_a_check
 from fxpipe.trace.containers import Unchanging, has_containers, unchanging
 from fxpipe.trace.errors import GRADIENTS, Refused, line_of_the_model
 from fxpipe.trace.example import Example, Traced

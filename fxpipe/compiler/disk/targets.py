@@ -24,7 +24,7 @@ from fxpipe.ir._torch import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from fxpipe.trace.conditions import check
+from fxpipe.ir.checks import check
 
 _NO_TENSORS = {"from_file", "load", "save", "compile", "call", "attrgetter", "itemgetter"}
 _NO_TENSORS |= {"methodcaller", "apply_", "map_", "map2_", "register_hook", "numpy", "storage"}

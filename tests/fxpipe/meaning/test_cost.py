@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxpipe
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
+from fxpipe.meaning.trial import TRIALS
 from tests.fxpipe.trace.small import in_a_run
 
 TWO = ["cpu", "cpu"]
@@ -52,6 +55,37 @@ def test_no_run_keeps_the_activations_of_all_layers(tracer):
 def test_the_model_is_checked_in_three_runs_on_few_rows_far_from_each_other_and_near():
     meaning_of(Deep(), (torch.randn(512, 8),), {}, ASKED)
     assert [rows for rows, _ in Deep.runs] == 2 * [4, 1, 3]
+
+
+ORDERS = {
+    "torch": lambda n: (torch.randperm(n), torch.rand(())),
+    "numpy": lambda n: (torch.from_numpy(np.random.permutation(n)), np.random.beta(0.4, 0.4)),
+    "python": lambda n: (random.sample(range(n), n), random.betavariate(0.4, 0.4)),
+}
+
+
+class Mixes(Deep):
+    """Mixes each row with another one, as mixup does."""
+
+    def __init__(self, draw):
+        super().__init__(2)
+        self.draw = draw
+
+    def forward(self, x):
+        order, share = self.draw(len(x))
+        return super().forward(share * x + (1 - share) * x[order])
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_model_whose_rows_all_differ_in_a_sample_is_not_asked_for_others(kind):
+    with pytest.raises(fxpipe.BatchError, match=r"output, \(7, 8\) for 7 rows, depends on which"):
+        meaning_of(Mixes(ORDERS[kind]), (torch.randn(64, 8),), {}, ASKED)
+    # PyTorch's numbers are replaced from the first run on, others once a sample has drawn them.
+    drawn = [] if kind == "torch" else [4, 1, 3]
+    samples = [4, 1, 3, *3 * [4], 7, 3, 4, *3 * [7]]  # each with three runs for rounding errors
+    columns = 4 * [64]  # as another batch, which no part of a sample fits
+    message = [64, 7, *TRIALS * [7, 3, 4]]  # does it run at all, give the same twice, read values?
+    assert [rows for rows, _ in Deep.runs] == drawn + samples + columns + message
 
 
 class Squeezes(nn.Module):

@@ -165,6 +165,20 @@ def test_an_assertion_by_a_function_is_one_in_the_graph(tracer: str) -> None:
             pipe(rows + 1000)
 
 
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("message", [(), ("ids out of range",)])
+def test_an_assertion_that_does_not_wait_is_kept(tracer: str, message: tuple) -> None:
+    class Model(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            torch._assert_async((ids < 10).all(), *message)
+            return ids * 2
+
+    traced = trace(Model(), (inputs()[0],), tracer=tracer)
+    assert torch.equal(run(traced, inputs()[0]), inputs()[0] * 2)
+    with pytest.raises(RuntimeError, match=message[0] if message else "Expected Tensor"):
+        run(traced, inputs()[0] + 1)
+
+
 def test_a_model_that_asserts_is_taken_from_the_cache(tmp_path: Path) -> None:
     for state in "kept", "from the cache":
         with fxpipe.compile(Asserts(), ["cpu"], chunks=2, cache=tmp_path) as pipe:

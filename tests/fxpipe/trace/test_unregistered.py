@@ -1,4 +1,4 @@
-"""Parameters and modules that a model computes with and that ``model.parameters()`` does not have."""
+"""Parameters and modules that a model computes with, and that are none of its own."""
 
 import copy
 
