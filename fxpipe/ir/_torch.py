@@ -589,14 +589,16 @@ def lost_tensors_as_constants() -> Iterator[None]:
     that tells only in its text which module the tensor belongs to; the name of the constant, in
     ``ExportedProgram.constants``, says it too: the module's path, and ``lifted_tensor_0``. The
     warning in place of the error is ignored, since whoever uses this context looks for constants.
-    So is the one for attributes that a forward assigns, if these are the lists of parameters that
-    recurrent modules make anew while an export has other tensors in the place of their parameters.
+    So is the one that a forward assigns attributes, with the advice to make buffers of them: what
+    a forward changes is told of by :mod:`fxpipe.trace.state`, and what it assigns ahead of its use
+    need not be told of. (Recurrent modules make the lists of their parameters anew while an export
+    has other tensors in the place of these.)
     """
     config: Any = importlib.import_module("torch._export.config")
     with warnings.catch_warnings(), config.patch(error_on_lifted_constant_tensors=False):
         warnings.filterwarnings("ignore", "We found a fake tensor in the exported program")
-        lists = rf"The tensor attributes? (\S+\.{FLAT_WEIGHTS}\[\d+\],? )+(was|were) assigned"
-        warnings.filterwarnings("ignore", lists)
+        assigned = r"The tensor attributes? (\S+ )+(was|were) assigned during export"
+        warnings.filterwarnings("ignore", assigned)
         yield
 
 

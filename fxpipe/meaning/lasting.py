@@ -63,7 +63,10 @@ def lasting_problem(
         if not is_the_models(error):
             raise
         return _of_equal_sizes(calls, keeping, trial, parts, changed)
-    if problem := _in_sequence(outputs, keeping, trial.parts, parts, trial.sizes, changed):
+    if problem := (
+        _in_sequence(outputs, keeping, trial.parts, parts, trial.sizes, changed)
+        or _of_equal_sizes(calls, keeping, trial, parts, changed)
+    ):
         return problem
     rows, sizes = sum(trial.sizes), _then(trial.sizes)
     for name in changed:
@@ -83,8 +86,9 @@ def _of_equal_sizes(
     parts: Sequence[list[Tensor]],
     changed: Sequence[str],
 ) -> str:
-    """The same of a model that only takes as many rows as the call before it had, such as one that
-    goes on from the hidden state of each row: the same rows come twice."""
+    """The same of a model that only takes as many rows as the call before it had, or that begins
+    anew with another number of rows, such as one that goes on from the hidden state of each row:
+    the same rows come twice."""
     for tensors, alone, size in zip(parts, trial.parts, trial.sizes, strict=True):
         twice = [tensors, tensors]
         try:

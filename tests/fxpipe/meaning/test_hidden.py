@@ -408,6 +408,27 @@ def test_a_hidden_state_that_rows_of_other_micro_batches_go_on_from_is_warned_of
     assert "after 1 and then 1 rows" in text
 
 
+class BeginsAnew(GoesOn):
+    """Begins with a new hidden state where a call has another number of rows than the call before
+    it, as for the last mini-batch of an epoch."""
+
+    def forward(self, x):
+        if self.hidden is not None and len(self.hidden) != len(x):
+            self.hidden = None
+        return super().forward(x)
+
+
+def test_so_is_one_that_begins_anew_with_another_number_of_rows():
+    model = nn.Sequential(nn.Linear(D, D), BeginsAnew(), nn.Linear(D, D))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        compiled(model).close()
+    texts = [str(each.message) for each in found]
+    told = "output depends on the state that an earlier call leaves in 1.hidden, and each"
+    assert any(told in text for text in texts)
+    assert not any("assigned during export" in text for text in texts), "advice of PyTorch's"
+
+
 class Counting(nn.Module):
     """Multiplies by the number of its calls."""
 
