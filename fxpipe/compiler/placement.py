@@ -37,13 +37,15 @@ def place(
         for user in source.users:  # nodes that run once for a mini-batch, outside of the stages
             if STAGE in user.meta and FIRST not in user.meta:
                 homes[id(tensor)] = devices[user.meta[STAGE]]
+    # A stage may have parameters that are none of the model's own: of a module in a list, say.
+    in_stages = (parameter for stage in stages for parameter in stage.parameters())
+    for parameter in dict.fromkeys((*model.parameters(), *in_stages)):
+        if id(parameter) in homes and not parameter.is_meta:
+            device = homes[id(parameter)]
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.to(device)
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) in homes and not parameter.is_meta:
-                device = homes[id(parameter)]
-                parameter.data = parameter.data.to(device)
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data.to(device)
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in homes and not buffer.is_meta:
                 module._buffers[name] = buffer.to(homes[id(buffer)])

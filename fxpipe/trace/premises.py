@@ -53,6 +53,7 @@ from fxpipe.trace.snapshots import (
     tensors_in,
 )
 from fxpipe.trace.ties import Ties
+from fxpipe.trace.unregistered import Around, modules_around
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
@@ -87,7 +88,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     def note(module: nn.Module, name: str) -> None:
         reads.setdefault((module, name), state_of(module, name))
 
-    modules = set(model.modules())
+    modules = {*model.modules(), *modules_around(model)}
     thread, this_thread = threading.get_ident(), threading.get_ident
 
     def replace(original: Any) -> Callable[[nn.Module, str], Any]:
@@ -183,7 +184,7 @@ class Premises:
         self._without_buffers = [own for m, _, own in tables if not own and m not in stateful]
         self._state_of_buffer = _shape if has_sizes else _is_there
         self._states_of_buffers = self._buffers_now()
-        self._ties = Ties(model)
+        self._ties, self._around = Ties(model), Around(model)
         self._folded = [(t, version_of(t)) for t in folded if not t.is_inference()]
         self._are_trained = [t.requires_grad for t, _ in self._folded]
         states: dict[nn.Module, dict[str, Any]] = {}
@@ -202,6 +203,7 @@ class Premises:
             and not any(self._without_parameters)
             and not any(self._without_buffers)
             and self._ties.hold()
+            and self._around.hold()
             and self.global_values.hold()
             and not self._written
             and [t.requires_grad for t, _ in self._folded] == self._are_trained
@@ -273,7 +275,7 @@ class Premises:
             if place.tensor is not tensor:
                 path = _path(paths, place.module, place.name)
                 return f"{path} is another tensor than the one with which the graph was made"
-        return self.global_values.difference()
+        return self._around.difference() or self.global_values.difference()
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
         """The same premises, less these attributes, which have turned out not to matter."""

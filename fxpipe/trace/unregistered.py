@@ -1,12 +1,13 @@
-"""Parameters that a model computes with and that are none of its own: those of a module in a plain
-list, say, which ``model.parameters()`` does not have.
+"""Modules and parameters that a model computes with and that are none of its own: a module in a
+plain list, say, which neither ``model.modules()`` nor ``model.parameters()`` has.
 
 ::
 
     self.heads = [nn.Linear(8, 3)]        forward: self.heads[0](x)
 
 torch.export puts the data of such a parameter into the program, as a constant without a gradient.
-In the model's graph it is the parameter itself, so that it is trained as in the model.
+In the model's graph it is the parameter itself, so that it is trained as in the model. It has no
+name there: if it is replaced, or the module is set to eval mode, the graph is made anew.
 """
 
 from __future__ import annotations
@@ -20,8 +21,69 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from fxpipe.ir._torch import lost_tensors_as_constants
+from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.tensors import memory_of
+from fxpipe.runtime.state import State
+from fxpipe.trace.outer import Outside
 from fxpipe.trace.patches import patched
+
+
+def modules_around(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules beside a model's own that it may compute with, and words for each: those in its
+    lists, dicts and objects, those in variables that its code reads, and all that are in these."""
+    known, found, new = set(model.modules()), dict[nn.Module, str](), [model]
+    while new:
+        met = [each for part in new for each in (*State(part.modules()).met, *Outside(part).met)]
+        new = []
+        for module in dict.fromkeys(met):
+            if isinstance(module, nn.Module) and module not in known:
+                new.append(module)
+                said = f"the {type(module).__name__} beside the model"
+                for path, part in module.named_modules():
+                    if part not in known:
+                        found[part] = f"{path} of {said}" if path else said
+                known.update(module.modules())
+    return found
+
+
+class Around:
+    """The state of the modules around a model: their modes, and which modules, parameters and
+    buffers they have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states = [(m, said, _state_of(m)) for m, said in modules_around(model).items()]
+
+    def hold(self) -> bool:
+        """Whether they are as they were."""
+        return all(_state_of(module) == state for module, _, state in self._states)
+
+    def difference(self) -> str:
+        """The first thing that has changed, in words; "" if nothing has."""
+        for module, said, state in self._states:
+            if (now := _state_of(module)) != state:
+                if now[0] is not state[0]:
+                    modes = {True: "train", False: "eval"}
+                    return f"mode of {said}: {modes[state[0]]} → {modes[now[0]]}"
+                return f"{said} has another module, parameter or buffer, or other hooks"
+        return ""
+
+
+def _state_of(module: nn.Module) -> tuple[bool, bool, list[_Same]]:
+    tables = [vars(module).get(name) for name in ("_modules", "_parameters", "_buffers")]
+    own = [value for table in tables if isinstance(table, dict) for value in table.values()]
+    return module.training, has_hooks(module), list(map(_Same, own))
+
+
+class _Same:
+    """A value that is equal to itself only: a tensor would be compared element by element."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class MetParameters:

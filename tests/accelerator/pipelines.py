@@ -174,6 +174,34 @@ def test_a_checkpointed_step(schedule, checkpoint, segments):
     assert same(here(gradients(model)), gradients(twin))
 
 
+class WithOthers(nn.Module):
+    """Has layers in a plain list, so that their parameters are none of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.others = [nn.Linear(6, 6), nn.Linear(6, 6)]
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.others:
+            x = layer(x).relu()
+        return self.last(x)
+
+
+def test_parameters_beside_the_models_own_are_moved_to_their_stage_and_trained():
+    model, x = WithOthers(), torch.randn(BATCH, 6)
+    twin = copy.deepcopy(model)
+    expected, _ = loop(twin, (x,), 3)
+    with fxpipe.compile(model, FOUR, chunks=3) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        torch.testing.assert_close(output.cpu(), expected)
+        for ones, others in zip(model.others, twin.others, strict=True):
+            torch.testing.assert_close(here(gradients(ones)), gradients(others))
+            assert ones.weight.device.type == "sim"
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:5"])
 def test_a_batch_may_be_anywhere(home):

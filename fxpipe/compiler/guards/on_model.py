@@ -11,6 +11,7 @@ from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.guard import SHOWN, some_of
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.trace.premises import Attribute, Premises
+from fxpipe.trace.unregistered import modules_around
 
 
 class ModulesGuard:
@@ -112,7 +113,7 @@ class StateGuard:
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
-    return {module: name for name, module in model.named_modules()}
+    return modules_around(model) | {module: name for name, module in model.named_modules()}
 
 
 def _mode(training: bool) -> str:

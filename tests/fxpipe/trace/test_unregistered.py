@@ -117,3 +117,41 @@ def test_a_step_trains_them(model):
     with fxpipe.compile(model, ["cpu"] * 2, chunks=CHUNKS, loss_fn=loss_fn) as pipe:
         pipe.step(x, target=target, optimizer=optimizer)
         assert not any(map(torch.equal, before, parameters))
+
+
+def to_eval_mode(head):
+    head.eval()
+
+
+def with_another_parameter(head):
+    head[0].weight = nn.Parameter(torch.randn(6, 6))
+
+
+def with_another_module(head):
+    head[0] = nn.Linear(6, 6)
+
+
+def with_another_setting(head):
+    head[1].eps = 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (to_eval_mode, "mode of the Sequential beside the model: train → eval"),
+        (with_another_parameter, "0 of the Sequential beside the model has another module, param"),
+        (with_another_module, "the Sequential beside the model has another module, parameter or"),
+        (with_another_setting, "1 of the Sequential beside the model.eps: 1e-05 → 0.1"),
+    ],
+)
+def test_what_changes_in_a_module_beside_the_model_is_seen(change, why):
+    torch.manual_seed(0)
+    model, x = InAList(), torch.randn(8, 6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=CHUNKS) as pipe:
+        pipe(x)
+        change(model.heads[0])
+        expected = torch.cat(outputs_of_loop(copy.deepcopy(model), (x,), CHUNKS))
+        assert torch.equal(pipe(x), expected)
+        assert why in str(pipe.compilations[-1])
+        pipe(x)
+        assert len(pipe.compilations) == 2
