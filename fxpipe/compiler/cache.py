@@ -22,6 +22,7 @@ from fxpipe.compiler.guards.signature import signature
 from fxpipe.compiler.operands import differ_by_operands
 from fxpipe.ir.log import warn
 from fxpipe.trace.premises import Premises
+from fxpipe.trace.unregistered import paths_of
 
 MANY = 100  # the most modes, and the most signatures of calls, that are kept
 OFTEN = 8  # after so many compilations for other constants or attributes a warning says why
@@ -174,7 +175,7 @@ class Cache:
     def _tell_of_attributes(self, before: Premises) -> None:
         """Warn that changes of an attribute of the model have led to OFTEN compilations. ``before``
         is the state of the attributes in the compilation before this one."""
-        paths = {module: name for name, module in self.model.named_modules()}
+        paths = paths_of(self.model)
         for module, attribute in before.broken()[:1]:
             path = f"{paths[module]}.{attribute}".removeprefix(".")
             value = reprlib.repr(getattr(module, attribute, None))

@@ -53,6 +53,7 @@ from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
 from fxpipe.trace.slices import without_whole_slices
 from fxpipe.trace.texts import texts_guarded
+from fxpipe.trace.twin import model_of
 from fxpipe.trace.unregistered import MetParameters, constants_told
 
 
@@ -179,7 +180,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 questions_answered(example.model, real_of_export(example.tensors)),
                 texts_guarded(),
                 unwatched() as watched,
-                constants_told() as met,
+                constants_told(model_of(example.model)) as met,
             ):
                 program = torch.export.export(
                     _OnTensors(example, structures.append, watched),

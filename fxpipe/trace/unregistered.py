@@ -46,6 +46,11 @@ def modules_around(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+def paths_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The paths of a model's modules, and words for the modules around it."""
+    return modules_around(model) | {module: name for name, module in model.named_modules()}
+
+
 class Around:
     """The state of the modules around a model: their modes, and which modules, parameters and
     buffers they have."""
@@ -110,14 +115,18 @@ def _view_of_memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @contextmanager
-def constants_told() -> Iterator[MetParameters]:
+def constants_told(model: nn.Module) -> Iterator[MetParameters]:
     """Gives the parameters that torch.export makes constants of inside the ``with`` block; it also
-    makes constants of tensors that it has lost track of (:func:`lost_tensors_as_constants`)."""
-    found = MetParameters()
+    makes constants of tensors that it has lost track of (:func:`lost_tensors_as_constants`).
+
+    ``model``: the model whose twin is exported. A parameter of its own is not told: the twin should
+    have another one in its place (:mod:`fxpipe.trace.leaked`).
+    """
+    found, own = MetParameters(), {id(parameter) for parameter in model.parameters()}
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def create_arg(tracer: Any, value: Any) -> Any:
-            if isinstance(value, nn.Parameter):
+            if isinstance(value, nn.Parameter) and id(value) not in own:
                 found.add(value)
             return original(tracer, value)
 

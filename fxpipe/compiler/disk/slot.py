@@ -130,7 +130,8 @@ class CacheSlot:
         if self._folder is None:
             return
         paths = {module: name for name, module in self._model.named_modules()}
-        attributes = [(paths[module], name) for module, name in reads]
+        # Modules beside the model's own are part of the key, with all that they have.
+        attributes = [(paths[module], name) for module, name in reads if module in paths]
         try:
             data = packed_entry(meaning, chunks, attributes, self._said, self._traced)
             data["state"] = digest_of_attributes(self._model, attributes).hex()

@@ -11,7 +11,7 @@ from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.guard import SHOWN, some_of
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.trace.premises import Attribute, Premises
-from fxpipe.trace.unregistered import modules_around
+from fxpipe.trace.unregistered import paths_of
 
 
 class ModulesGuard:
@@ -73,7 +73,7 @@ class StateGuard:
         return any(premises.hold() for premises in self.premises)
 
     def failure(self, call: GuardedCall) -> str:
-        return self.premises[-1].difference(_paths(self.model))
+        return self.premises[-1].difference(paths_of(self.model))
 
     def broken(self) -> list[Attribute]:
         """The attributes that have changed since the latest state was noted."""
@@ -86,7 +86,7 @@ class StateGuard:
     def said(self) -> dict[str, str]:
         """The attributes that the program depends on, in the order of their paths, and the values
         that they had, in words."""
-        return dict(sorted(self.premises[-1].said(_paths(self.model))))
+        return dict(sorted(self.premises[-1].said(paths_of(self.model))))
 
     def widen(self, other: StateGuard, free: Iterable[nn.Module]) -> None:
         """Let this guard also hold in the states in which ``other`` holds, the guard of a program
@@ -110,10 +110,6 @@ class StateGuard:
         if not said:
             return ""
         return f"attributes {', '.join(said[:SHOWN])}" + f" and {more} more" * (more > 0)
-
-
-def _paths(model: nn.Module) -> dict[nn.Module, str]:
-    return modules_around(model) | {module: name for name, module in model.named_modules()}
 
 
 def _mode(training: bool) -> str:
