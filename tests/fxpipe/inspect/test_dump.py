@@ -49,11 +49,12 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         "06-shared",
         "07-random",
         "08-partition",
-        "09-free",
-        "10-tied",
-        "11-split",
-        "12-borders",
-        "13-devices",
+        "09-checks",
+        "10-free",
+        "11-tied",
+        "12-split",
+        "13-borders",
+        "14-devices",
     ]
     names = [
         entry.name
@@ -75,7 +76,7 @@ def test_the_last_text_is_of_what_runs(dumped):
 
 def test_what_stages_do_is_part_of_the_text(dumped):
     pipe, folder = dumped
-    text = (folder / "00-MLP-stages" / "11-split.txt").read_text()
+    text = (folder / "00-MLP-stages" / "12-split.txt").read_text()
     first, *stages = text.split("\n\n")
     assert len(stages) == 2
     assert not any(
