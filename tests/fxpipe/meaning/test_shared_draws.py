@@ -72,9 +72,10 @@ def test_each_micro_batch_has_a_mask_of_its_own_then_as_in_the_loop():
     with pytest.warns(fxpipe.BatchWarning), fxpipe.compile(model, TWO, chunks=2) as pipe:
         scores = pipe(IMAGES, texts)
     first, second = scores[:4], scores[4:]
-    assert torch.allclose(first, first[:1].expand(4, -1))
-    assert torch.allclose(second, second[:1].expand(4, -1))
-    assert not torch.allclose(first, second), "the masks are two"
+    # Equal rows of a product differ by rounding errors, of values near zero by large parts of them.
+    assert torch.allclose(first, first[:1].expand(4, -1), atol=1e-5)
+    assert torch.allclose(second, second[:1].expand(4, -1), atol=1e-5)
+    assert not torch.allclose(first, second, atol=1e-3), "the masks are two"
 
 
 @pytest.mark.parametrize("front_end", ["symbolic", "export"])
