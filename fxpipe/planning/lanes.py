@@ -437,7 +437,7 @@ class PlannedLanes:
     def _step(
         self, cut: CutModel, ways: Sequence[tuple[str, int]], order: Schedule | None
     ) -> PlannedStep:
-        """What :meth:`step` gives."""
+        """Predict the step that :meth:`step` returns, and keeps for the next time."""
         modes = plain([mode for mode, _ in ways])
         segments = simplest([number for _, number in ways], modes)
         kept = tuple(cut.kept_by(stage, *way) for stage, way in enumerate(ways))

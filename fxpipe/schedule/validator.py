@@ -67,7 +67,7 @@ def validate(
 
 @lru_cache(maxsize=128)  # a search simulates the same schedule with many costs
 def _check(schedule: Schedule, edges: tuple[tuple[int, int], ...] | None) -> None:
-    """Refuse a schedule that cannot run."""
+    """Raise ScheduleError for a schedule that lacks an action or in which lanes wait forever."""
     _check_complete(schedule, _places(schedule))
     _check_runs(schedule, Needs(schedule, edges))
 

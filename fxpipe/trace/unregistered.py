@@ -26,6 +26,7 @@ from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.state import State
 from fxpipe.trace.outer import Outside
 from fxpipe.trace.patches import patched
+from fxpipe.trace.snapshots import snapshot
 
 
 def modules_around(model: nn.Module) -> dict[nn.Module, str]:
@@ -59,7 +60,7 @@ class Around:
         self._states = [(m, said, _state_of(m)) for m, said in modules_around(model).items()]
 
     def hold(self) -> bool:
-        """Whether they are as they were."""
+        """Whether the modules around the model are as they were."""
         return all(_state_of(module) == state for module, _, state in self._states)
 
     def difference(self) -> str:
@@ -73,22 +74,10 @@ class Around:
         return ""
 
 
-def _state_of(module: nn.Module) -> tuple[bool, bool, list[_Same]]:
+def _state_of(module: nn.Module) -> tuple[bool, bool, list[Any]]:
     tables = [vars(module).get(name) for name in ("_modules", "_parameters", "_buffers")]
     own = [value for table in tables if isinstance(table, dict) for value in table.values()]
-    return module.training, has_hooks(module), list(map(_Same, own))
-
-
-class _Same:
-    """A value that is equal to itself only: a tensor would be compared element by element."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
+    return module.training, has_hooks(module), list(map(snapshot, own))
 
 
 class MetParameters:
@@ -98,7 +87,7 @@ class MetParameters:
         self._found: dict[tuple[Any, ...], nn.Parameter] = {}
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Note a parameter."""
+        """Note a parameter that the export has met."""
         if parameter.layout == torch.strided:
             self._found[_view_of_memory(parameter)] = parameter
 

@@ -245,7 +245,7 @@ def alive(
 def _alive(
     own_modes: tuple[str, ...], chunks: int, order: Schedule | None, counts: tuple[int, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What :func:`alive` gives."""
+    """The numbers of micro-batches that :func:`alive` returns, for arguments that can be cached."""
     stages = len(own_modes)
     hosts = offloaded(own_modes, stages)
     gone = [away(mode, chunks) for mode in own_modes]

@@ -115,7 +115,7 @@ class _Grown:
 
     @property
     def family(self) -> Family:
-        """All of them."""
+        """All downsets that have been made, as the rows of a matrix."""
         return _unpacked(self.sets[: self.count], self.dag.size)
 
 
