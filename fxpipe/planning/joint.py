@@ -7,6 +7,7 @@
          settled                       settled          each cut with the ways that suit it
             └──────────────┬──────────────┘      none fits: nodes leave full devices (shift)
                         fastest ─▶ cut for its own ways ─▶ settled ─▶ ...   as long as it is faster
+                           └─ slower than without limits: all this again, with more left free
 
 The search for a cut (:mod:`passes.partition.cut`) knows what stages keep, and compares all cuts and
 ways. It does not know what a stage needs beside that while it runs, which depends on the order of
@@ -92,35 +93,41 @@ class JointSearch:
         cut = self.cut(self.lanes, 1)
         return self._settled(cut, self.lanes.step(cut, self.lanes.chosen(cut)))
 
-    def found(self, part: int) -> Iterator[CutWithWays]:
-        """What is found under the limits, one cut after the other, of which not all fit. ``part``:
-        each stage may take ``1 / part`` of the memory of its device. A cut that is found again is
-        there twice, the second time with the bound of the search under limits.
+    def found(self, part: int, first: Sequence[CutWithWays] = ()) -> Iterator[CutWithWays]:
+        """What is found under the limits, one cut after the other, of which not all fit. A cut that
+        is found again is there twice, the second time with the bound of the search under limits.
 
-        Of all cuts so far, the one that needs most beside says what the next has to leave free:
-        with what the last one says alone, two cuts that suit each other's needs may alternate.
+        Each cut has to leave free what the one before it needs beside. Two cuts that suit each
+        other's needs may alternate so; a search that goes on after the ``first`` cuts leaves free
+        the most that any cut so far needs.
 
         Where the search for a cut finds none, the one whose fullest device is least full is tried,
         too: what the search counts for a cut that it has not seen simulated may be too much.
+
+        Args:
+            part: each stage may take ``1 / part`` of the memory of its device.
+            first: cuts that have been found; they are not found again.
         """
-        lanes, known, cut = self.lanes, dict[tuple[int, ...], CutWithWays](), self.free.cut
-        order, is_tightest = self.free.step.order, False
-        most: Beside = ()
-        for _ in range(ROUNDS):
+        lanes, cut, last = self.lanes, self.free.cut, self.free
+        known = {each.cut.stage: each for each in first}
+        is_tightest = False
+        for i in range(ROUNDS):
+            if i or first:
+                last = [*known.values()][-1]
+                every = [each.cut.beside for each in known.values()]
+                beside = _most_of(every) if first else last.cut.beside
+                try:
+                    cut = self._cut_under(lanes, part, beside)
+                except DoesNotFit:
+                    if is_tightest:
+                        return
+                    cut, is_tightest = self.cut(lanes, part, beside, is_tightest=True), True
             if cut.stage in known:
                 yield known[cut.stage].within(cut.bound)
                 return
-            beside = lanes.beside(cut, order)
-            most = _most_of(most, beside)
-            known[cut.stage] = found = self._under(cut, part, beside)
+            found = self._under(cut, part, lanes.beside(cut, last.step.order))
+            known[cut.stage] = found
             yield found
-            order = found.step.order
-            try:
-                cut = self._cut_under(lanes, part, most)
-            except DoesNotFit:
-                if is_tightest:
-                    return
-                cut, is_tightest = self.cut(lanes, part, most, is_tightest=True), True
 
     def _cut_under(
         self,
@@ -251,8 +258,6 @@ class JointSearch:
         return CutWithWays(cut, step, keeping.short(step))
 
 
-def _most_of(one: Beside, other: Beside) -> Beside:
-    """For each way and stage, the larger number of bytes; ``one`` is empty where none is known."""
-    if not one:
-        return other
-    return tuple(tuple(map(max, *rows)) for rows in zip(one, other, strict=True))
+def _most_of(every: Sequence[Beside]) -> Beside:
+    """For each way and stage, the largest of these numbers of bytes."""
+    return tuple(tuple(map(max, zip(*rows, strict=True))) for rows in zip(*every, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ from passes.common.segments import NUMBERS, Segments, is_open
 from passes.cost.analytic import ADAMS_UPDATE
 from passes.cost.choice import Costs
 from passes.cost.update import Update
-from passes.partition.automatic import Auto, DoesNotFit
+from passes.partition.automatic import SLACK, Auto, DoesNotFit
 from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec
 from passes.partition.problem import Beside
@@ -323,17 +323,24 @@ class PlanQuestion:
             return free
         every: list[CutWithWays] = [free]
         for part in self._parts:
-            for found in self._found(part):
-                every.append(found)
-                is_free = not found.short and found.seconds <= free.seconds * (1 + ROUNDING)
-                if is_free and not may_hide:
-                    return found  # no limit costs any time
-            fitting = [found for found in every if not found.short]
-            if fitting:
-                best = min(fitting, key=lambda found: found.seconds)
-                same = [found for found in every if found.cut.stage == best.cut.stage]
-                best = best.within(max(found.cut.bound for found in same))
-                return search.faster(best, part)
+            best: list[CutWithWays] = []
+            for searched in self._searches(part):
+                found: list[CutWithWays] = []
+                for each in searched:
+                    found.append(each)
+                    is_free = not each.short and each.seconds <= free.seconds * (1 + ROUNDING)
+                    if is_free and not may_hide:
+                        return each  # no limit costs any time
+                every += found
+                if fitting := [each for each in found if not each.short]:
+                    fastest = min(fitting, key=lambda found: found.seconds)
+                    same = [each for each in every if each.cut.stage == fastest.cut.stage]
+                    fastest = fastest.within(max(each.cut.bound for each in same))
+                    best.append(search.faster(fastest, part))
+                if best and best[0].seconds <= free.seconds * (1 + SLACK):
+                    break
+            if best:
+                return min(best, key=lambda found: found.seconds)
         nearest = search.fitting(min(every, key=lambda found: found.short))
         if nearest.short:
             return nearest
@@ -347,23 +354,34 @@ class PlanQuestion:
         if not self.is_automatic:
             return not self._search.given().short
         search, every = self._search, list[CutWithWays]()
-        for found in itertools.chain([search.free], *map(search.found, self._parts)):
+        searches = (each for part in self._parts for each in self._searches(part))
+        for found in itertools.chain([search.free], itertools.chain.from_iterable(searches)):
             if not found.short:
                 return True
             every.append(found)
         return not search.fitting(min(every, key=lambda found: found.short)).short
 
-    def _found(self, part: int) -> Iterator[CutWithWays]:
-        """What is found under the limits; see :meth:`JointSearch.found`. Where the user restricts
-        what stages recompute, the cut that is best if they choose it is taken, too, with what the
-        user gives: the search for a cut counts what recomputing takes in full, while the simulation
-        knows where lanes would be idle else.
+    def _searches(self, part: int) -> Iterator[Iterable[CutWithWays]]:
+        """What two searches under the limits find, see :meth:`JointSearch.found`: the second goes
+        on after the cuts with which the first begins. Where the user restricts what stages
+        recompute, the cut that is best if they choose it is taken, too, with what the user gives:
+        the search for a cut counts what recomputing takes in full, while the simulation knows where
+        lanes would be idle else.
         """
-        yield from self._search.found(part)
-        if self._restricts_ways:
-            best = replace(self, checkpoint=modes.AUTO, checkpoint_segments=None)._best
-            bound = self._search.free.cut.bound
-            yield self._search.on(replace(best.cut, bound=bound), part)
+        first: list[CutWithWays] = []
+
+        def found() -> Iterator[CutWithWays]:
+            for each in self._search.found(part):
+                first.append(each)
+                yield each
+            if self._restricts_ways:
+                best = replace(self, checkpoint=modes.AUTO, checkpoint_segments=None)._best
+                bound = self._search.free.cut.bound
+                yield self._search.on(replace(best.cut, bound=bound), part)
+
+        yield found()
+        if len(first) > 2:
+            yield self._search.found(part, first[:2])
 
     @cached_property
     def _search(self) -> JointSearch:

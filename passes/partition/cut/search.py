@@ -225,7 +225,10 @@ class Search:
         nodes = np.flatnonzero(self.family[first].any(axis=0) & ~self.family[then].all(axis=0))
         inside = self.small_bits[np.ix_(first, nodes)]
         outside = 1 - self.small_bits[np.ix_(then, nodes)]
-        within: NDArray[np.bool_] = (inside @ outside.T) == 0
+        # OpenBLAS may say "invalid value" of products of finite numbers, which it computes right
+        # (https://github.com/numpy/numpy/issues/24067).
+        with np.errstate(invalid="ignore"):
+            within: NDArray[np.bool_] = (inside @ outside.T) == 0
         return within
 
     def _links_matter(self, stage: int) -> bool:
