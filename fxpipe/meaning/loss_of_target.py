@@ -62,6 +62,8 @@ from fxpipe.runtime.microbatch import (
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 from fxpipe.trace.patches import unwarned
+from fxpipe.trace.premises import Reads, attributes_read, state_of
+from fxpipe.trace.twin import model_of
 
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
@@ -211,6 +213,7 @@ class _LossOfTarget:
         # A term of parameters that are zero so far, such as logarithms of variances, does not show.
         self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
         self._left_as_it_was, self._call = left_as_it_was(loss), loss
+        self._reads: Reads | None = None  # attributes of the model, by the first call of the loss
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -281,6 +284,8 @@ class _LossOfTarget:
         with ExitStack() as stack:
             for each in (*quietly, precision or nullcontext(), self.left_out):
                 stack.enter_context(each)
+            if self._reads is None:
+                self._reads = stack.enter_context(attributes_read(model_of(self.model)))
             if not self.with_gradients:
                 return self._call(output, target)
             found = self._call(map_tensors(_with_gradient, output), target)
@@ -373,8 +378,24 @@ class _LossOfTarget:
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
         verdict = self.verdict()
+        if of_forward := self._set_by_the_forward():
+            self.note = messages.reads_what_the_forward_sets(self.model, of_forward)
+            refuse(replace(self.asked, check=self.asked.check or "warn"), self.note)
         with self._precision():
             return self._dim_by(verdict)
+
+    def _set_by_the_forward(self) -> list[str]:
+        """The attributes of the model that its forward sets and that the loss reads, which are in a
+        step what they were before. An attribute that the loss itself sets first does not count."""
+        changed = {*(self.asking.runs.changed or ())}
+        modules = model_of(self.model).named_modules()  # the forward has run on the twin
+        paths = {module: f"{name}.".lstrip(".") for name, module in modules}
+        return [
+            path
+            for (module, name), state in (self._reads or {}).items()
+            if (path := f"{paths.get(module, '')}{name}") in changed
+            and state == state_of(module, name)
+        ]
 
     def _dim_by(self, verdict: Verdict) -> Dim:
         asked = self.asked

@@ -71,7 +71,9 @@ def _on_numbers(arguments: Mapping[str, Any]) -> str:
 
 def _on_bags(model: nn.Module, inputs: Sequence[Input]) -> str:
     has_bags = any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
-    if not has_bags or len(sizes(inputs)) < 2:
+    tensors = [each.tensor for each in inputs if isinstance(each.tensor, Tensor)]
+    flat = [each for each in tensors if each.dim() == 1 and not each.is_floating_point()]
+    if not has_bags or len(flat) < 2:
         return ""
     return (
         "if these are ids in one dimension and the offsets of bags for nn.EmbeddingBag, give ids "
@@ -429,6 +431,17 @@ def another_after_calls() -> str:
         "Accumulating gradients over micro-batches by hand does the same. Change that state "
         "outside of loss_fn, once for each mini-batch; or give "
         'loss_weight="rows" if it is as you want it'
+    )
+
+
+def reads_what_the_forward_sets(model: nn.Module, paths: Sequence[str]) -> str:
+    """The message for a ``loss_fn`` that reads attributes which the forward of the model sets."""
+    kind, names = type(model).__name__, " and ".join(paths)
+    is_are = "is" if len(paths) == 1 else "are"
+    return (
+        f"loss_fn reads {names}, which {kind} sets in its forward: in a step {names} {is_are} what "
+        "it was before, or that of another micro-batch. Let the forward return it beside its "
+        "output, and let loss_fn take it from there"
     )
 
 

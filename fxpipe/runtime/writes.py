@@ -6,6 +6,7 @@ Writes through ``.data``, which do not raise a tensor's version counter, are not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,20 +23,28 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
     """Calls ``on_write(key, tensor)`` ahead of the first operator that writes to each tensor.
 
     An operator's schema says which arguments it writes to. The schemas of batch norms do not name
-    their running statistics, so these writes are not noticed (:func:`statistics_written_by`).
+    their running statistics: these writes are noticed with ``statistics``
+    (:func:`statistics_written_by`).
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, tensors: Mapping[Key, Tensor], on_write: Callable[[Key, Tensor], None]
+        self,
+        tensors: Mapping[Key, Tensor],
+        on_write: Callable[[Key, Tensor], None],
+        *,
+        statistics: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.on_write = on_write
+        self.on_write, self._statistics = on_write, statistics
         self.unwritten = {memory_of(tensor): (key, tensor) for key, tensor in tensors.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
+        written = written_by(func, args, kwargs or {})
+        if self._statistics:
+            written = chain(written, statistics_written_by(func, args, kwargs or {}))
+        for tensor in written:
             found = self.unwritten.pop(memory_of(tensor), None)
             if found is not None:
                 self.on_write(*found)

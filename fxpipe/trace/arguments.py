@@ -189,8 +189,10 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                 kind = type(argument.part).__name__
                 raise Unsupported(
                     f"{name} puts a tensor into the argument {argument.path}, a {kind}, and does "
-                    "not return it: a pipeline knows what its graph returns, and no more; let the "
-                    f"forward return {argument.path} as well"
+                    "not return it: a pipeline knows what its graph returns, and no more. If the "
+                    f"caller reads it, let the forward return {argument.path} as well; if not, let "
+                    f"the forward write to a copy of its own, {argument.path} = "
+                    f"{_copy_of(argument)}"
                 )
             moved[argument.path] = Structure.of(argument.part)[1]
             origins |= argument.origins
@@ -201,6 +203,13 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                 "read it, let the forward return it"
             )
     return WrittenArguments(places, origins, moved, number)
+
+
+def _copy_of(argument: _Before) -> str:
+    """Code that copies an argument, but not what is in it."""
+    is_container = isinstance(argument.part, dict | list)
+    name = type(argument.part).__name__
+    return f"{name}({argument.path})" if is_container else f"copy.copy({argument.path})"
 
 
 def _mutable(bound: inspect.BoundArguments) -> Iterator[_Before]:

@@ -25,6 +25,7 @@ from fxpipe.ir.load import Counting, Load
 from fxpipe.ir.stand_in import Output, StandIn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import devices_of, memory_of
+from fxpipe.runtime.checkpointing.module_effects import WatchesWrites, copied_ahead
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.shared import assigned_to_both
 from fxpipe.runtime.uses import uses_summed
@@ -212,7 +213,7 @@ def _size(seen: Sequence[int], given: Sequence[Sequence[torch.Size]]) -> Any:
     return None
 
 
-class Whole(nn.Module):
+class Whole(WatchesWrites):
     """A module that is kept whole, as a function from tensors to a list of tensors.
 
     On fake tensors the module does not run, since it depends on values. What comes out instead has
@@ -237,6 +238,7 @@ class Whole(nn.Module):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._pretend(tensors)
         with (
+            copied_ahead(self.module),
             assigned_to_both(self.seen.module, self.module),
             uses_summed(self.module, self.seen.takes_views) as views,
         ):

@@ -98,11 +98,13 @@ def checkpoint(
     """``fn(*args, **kwargs)``, its activations not kept but computed again in the backward.
 
     The second run has the first one's autocast state, default device, torch function modes and
-    context variables. Buffers that the function's module writes to (batch norm) are written to
-    once, unless ``writes_again`` is set. Where gradients are off this is a plain call. It is one,
-    too, within a transform of ``torch.func`` and in forward-mode differentiation, which cannot be
-    entered again when they have ended. ``torch.compile`` takes this function for
-    ``torch.utils.checkpoint``, which it knows.
+    context variables. Buffers that the function's module writes to in its first call (batch norm)
+    are written to once, unless ``writes_again`` is set; those to which it writes only now and then,
+    depending on values, are written to twice, as with ``torch.utils.checkpoint``.
+
+    Where gradients are off this is a plain call. It is one, too, within a transform of
+    ``torch.func`` and in forward-mode differentiation, which cannot be entered again when they have
+    ended. ``torch.compile`` takes this function for ``torch.utils.checkpoint``, which it knows.
 
     Args:
         preserve_rng_state: the second run sees the random numbers of the first, those of generators

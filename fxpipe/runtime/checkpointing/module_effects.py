@@ -8,11 +8,17 @@
     attributes by which it computes     changed                     as before the first call
 
 So a batch norm counts a batch once, though its forward runs twice.
+
+A graph, and a module of PyTorch, write to the same tensors in each call, so that the first call
+says to which. The code of a user's module may write to others in a later call, depending on values
+(``if x.max() > self.bound: self.bound.mul_(2)``): it is watched in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxpipe.ir.source import is_users_type
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.state import STATEFUL, State
 from fxpipe.runtime.writes import ChangedTensors, Writes
@@ -41,14 +48,16 @@ class ModuleEffects:
     def __init__(self, modules: Sequence[nn.Module], writes_again: bool = False) -> None:
         module = modules[0] if modules and not writes_again else None
         self._written = None if module is None else _WrittenState(module, modules)
+        within = [] if module is None else _users_within(module)
+        users = [found for each in within if each.is_users and (found := each.reference())]
         # Most models have no such module, and to look each module up takes longer.
         stateful = [each for each in modules if each in STATEFUL] if len(STATEFUL) else []
+        stateful = [*dict.fromkeys([*users, *stateful])]
         self._state = State(stateful) if stateful else None
 
     def watched(self) -> AbstractContextManager[None]:
         """A context for the first call, which notices what the module writes to."""
-        is_learning = self._written is not None and self._written.is_learning
-        return self._written.watched() if is_learning else _NOTHING  # type: ignore[union-attr]
+        return _NOTHING if self._written is None else self._written.watched()
 
     def as_before(self) -> AbstractContextManager[None]:
         """A context for the second call, in which all of this is as it was before the first."""
@@ -74,6 +83,89 @@ class ModuleEffects:
         return set() if self._written is None else self._written.standing_in
 
 
+_lock = threading.Lock()
+_calls: weakref.WeakSet[_WrittenState] = weakref.WeakSet()
+"""The calls of users' modules whose second call may still come."""
+_here = threading.local()
+_users: Any = WeakIdKeyDictionary()
+"""By a module: the users' modules within it, with all within these."""
+
+
+@dataclass(frozen=True)
+class _UsersModule:
+    """A module whose code a user has written, or one that such a module consists of.
+
+    ``path`` is where it is within the module that is called; ``is_watched``: it is called by one
+    that :class:`WatchesWrites`.
+    """
+
+    path: str
+    reference: weakref.ref[nn.Module]
+    is_users: bool
+    is_watched: bool
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers that it has now, with their paths."""
+        module = self.reference()
+        for table in () if module is None else (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not is_lazy(tensor):
+                    yield f"{self.path}.{name}".removeprefix("."), tensor
+
+
+def _users_within(module: nn.Module) -> list[_UsersModule]:
+    """The users' modules within a stage. There are none in a module that a user checkpoints by
+    hand: to watch all of its operators would take longer than the checkpoint itself."""
+    if module not in _users:
+        named = dict(module.named_modules())
+        users = {path for path, each in named.items() if is_users_type(type(each))}
+        watching = [f"{path}." for path, each in named.items() if isinstance(each, WatchesWrites)]
+        _users[module] = [
+            _UsersModule(
+                path,
+                weakref.ref(each),
+                path in users,
+                is_watched=any(path.startswith(start) for start in watching),
+            )
+            for path, each in named.items()
+            if "" not in users
+            and (path in users or any(path.startswith(f"{user}.") for user in users))
+        ]
+    found: list[_UsersModule] = _users[module]
+    return found
+
+
+class WatchesWrites(nn.Module):
+    """A module that calls a user's in a context of :func:`copied_ahead`, so that nobody else has to
+    watch which tensors it writes to."""
+
+
+def copied_ahead(module: nn.Module) -> AbstractContextManager[None]:
+    """A context for a call of a user's module within a stage. The module may write to tensors that
+    a call under a checkpoint, this one or an earlier one, has read and is to read again."""
+    if not len(_calls) or getattr(_here, "is_watching", False):
+        return _NOTHING
+    return _copied_ahead({memory_of(t): t for t in (*module.parameters(), *module.buffers())})
+
+
+@contextmanager
+def _copied_ahead(tensors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Copies these tensors ahead of the first write to each, for all calls that have read it."""
+
+    def save(memory: int, tensor: Tensor) -> None:
+        copy = tensor.detach().clone()
+        with _lock:
+            for call in _calls:
+                call._keep(memory, tensor, copy)
+
+    _here.is_watching = True
+    try:
+        with Writes(tensors, save, statistics=True):
+            yield
+    finally:
+        _here.is_watching = False
+
+
 class _WrittenState:
     """Copies of the buffers and parameters that a module writes to, made before the first call.
 
@@ -82,6 +174,14 @@ class _WrittenState:
     or not, of each submodule) notices which tensors are written to; their names are remembered.
     An accelerator says which buffers have changed only once it has done that call: until then every
     call keeps copies of all buffers.
+
+    A tensor of a user's module that has not been written to so far is copied just before the first
+    operator that writes to it: for the call that does so, and for all earlier ones. ::
+
+        first call 1    reads bound              copy ◀─┐
+        first call 2    writes to bound          copy ◀─┴─ bound, ahead of the write
+        second call 1   reads the copy
+        second call 2   reads another copy, and writes to that
     """
 
     # By identity: a module may define equality, and have no hash then.
@@ -93,13 +193,26 @@ class _WrittenState:
         self.mode = tuple([each.training for each in modules])
         written = self._known.setdefault(module, {}).get(self.mode)
         known = None if written is None else written.settled()
-        self.is_learning = known is None
+        self._is_learning = known is None
         if known is None:
             buffers = module.named_buffers(remove_duplicate=False)
             known = [name for name, buffer in buffers if not is_lazy(buffer)], []
         names, parameters = known
         self.buffers = {n: module.get_buffer(n).detach().clone() for n in names}
         self.parameters = {n: module.get_parameter(n).detach().clone() for n in parameters}
+        # By their memory: the tensors of users' modules, and the paths of those without a copy.
+        self._tensors: dict[int, Tensor] = {}
+        self._uncopied: dict[int, list[str]] = {}
+        self._note_uncopied()
+
+    def _note_uncopied(self) -> None:
+        self._uncopied.clear()
+        for each in _users_within(self.module):
+            for path, tensor in each.tensors():
+                memory = memory_of(tensor)
+                self._tensors[memory] = tensor
+                if path not in self.buffers and path not in self.parameters:
+                    self._uncopied.setdefault(memory, []).append(path)
 
     @property
     def has_copies(self) -> bool:
@@ -110,9 +223,43 @@ class _WrittenState:
         """The module's own parameters of which there are copies."""
         return [self.module.get_parameter(name) for name in self.parameters]
 
+    def watched(self) -> AbstractContextManager[None]:
+        """The first call is made within this context."""
+        return self._watched() if self._is_learning or self._tensors else _NOTHING
+
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """The first call is made within this context.
+    def _watched(self) -> Iterator[None]:
+        with (
+            self._learning() if self._is_learning else _NOTHING,
+            self._copying() if self._tensors else _NOTHING,
+        ):
+            yield
+
+    def _copying(self) -> AbstractContextManager[None]:
+        with _lock:
+            _calls.add(self)
+        are_watched = all(each.is_watched for each in _users_within(self.module))
+        return _NOTHING if are_watched else _copied_ahead(self._tensors)
+
+    def _keep(self, memory: int, tensor: Tensor, copy: Tensor) -> None:
+        """Take copies of the tensors in a memory, ahead of a write, as far as there are none.
+        ``copy`` is one of ``tensor``."""
+        for path in self._uncopied.pop(memory, ()):
+            owner, _, name = path.rpartition(".")
+            module = self.module.get_submodule(owner)
+            own = module._buffers.get(name, module._parameters.get(name))
+            if own is None:
+                continue
+            kept = {path: copy if own is tensor else own.detach().clone()}
+            # New dictionaries, as another thread may be reading the old ones.
+            if name in module._buffers:
+                self.buffers = self.buffers | kept
+            else:
+                self.parameters = self.parameters | kept
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Notices what is written to, and remembers it for later calls.
 
         A parameter is copied just before the first operator that writes to it. Buffers are copied
         beforehand, and copies of those that are known not to have changed are dropped.
@@ -130,6 +277,7 @@ class _WrittenState:
         changed = comparison.changed()
         if changed is not None:
             self.buffers = {name: self.buffers[name] for name in changed}
+            self._note_uncopied()
         if not was_lazy:  # a lazy module has made tensors in this call, which were not watched
             written = _Written(comparison, [*self.parameters])
             self._known[self.module].setdefault(self.mode, written)
