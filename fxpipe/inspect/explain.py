@@ -528,7 +528,7 @@ class Explaining:
                 "The cut does not count the loss, which these predictions do: no target was known "
                 "when the model was cut. example_target= gives one."
             ]
-        return [f"The time of the loss is in none of these predictions: {why}."]
+        return [f"Time and memory of the loss are in none of these predictions: {why}."]
 
     @property
     def _uncounted_loss(self) -> str:

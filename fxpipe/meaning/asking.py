@@ -47,7 +47,9 @@ from fxpipe.meaning.widened import widened
 from fxpipe.meaning.written_rows import mixed_in_buffers
 from fxpipe.runtime.microbatch import WEIGHTED, Dim
 from fxpipe.trace import Traced, bound_arguments, canonical
+from fxpipe.trace.checks import refuse_what_is_done_once
 from fxpipe.trace.gradients import has_gradient
+from fxpipe.trace.isolation import called
 from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.layouts import layouts_asked
 from fxpipe.trace.outside import modes_asked
@@ -191,6 +193,7 @@ class Asking:
         if tried is not None:
             dims, verdict = tried
             self.runs.uniform = verdict.uniform
+            self._refuse_initialisation()
             text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
             text = text or messages.wrong(
                 self._by_buffers(dims, verdict),
@@ -219,6 +222,15 @@ class Asking:
             raise BatchError(text) from verdict.failure
         note = "not checked: the model takes no other number of rows"
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
+
+    def _refuse_initialisation(self) -> None:
+        """Raise TraceError if the first call of the model initialises its parameters by the rows
+        that it is given: a pipeline would do so in every call, and other calls may mix no rows."""
+        model = self.runs.model
+        parameters = dict(model.named_parameters())
+        if any(name in parameters for name in self.runs.changed or ()):
+            given = self.runs.fill([tensor.clone() for tensor in self.tensors])
+            refuse_what_is_done_once(model, lambda: called(model, *given))
 
     def _unrepeatable(self, verdict: Verdict) -> str:
         """What to say of a model that gives something else at each call, for the same inputs; an

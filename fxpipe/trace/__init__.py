@@ -209,6 +209,14 @@ def runs_alike(
         return False
 
 
+def _of_tensor_hooks(traced: Traced) -> str:
+    """What may be the cause where a graph has other gradients; "" if the forward has no hooks on
+    tensors."""
+    if not traced.hooked:
+        return ""
+    return f"; the forward registers a hook on a tensor (at {traced.hooked[0]}), which no graph has"
+
+
 def _warn_of_what_is_gone(model: nn.Module, traced: Traced) -> None:
     """Say that the model has lines that print, or that register hooks on tensors, which the graph
     does not have. (A hook that changes a gradient has been seen in the comparison of gradients.)"""
@@ -307,7 +315,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
 
     if references:
         refuse_replaced(model, references[0].result.replaced)
-        example = replace(example, whole=state.kept_whole(example, references[0]))
+        whole, changed = state.kept_whole(example, references[0])
+        example = replace(example, whole=whole)
         state.tell_of_tensors_outside(example, references[0])
         set_once = settled(example, references[0])
         # What is set may depend on the sizes: a graph for other sizes would set something else.
@@ -325,7 +334,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                     references = [*references[:1], *checks.at_more_rows(example), *references[1:]]
                 with phase(name, quiet=True):
                     traced = front_end(example)
-                warning = traced.warning
+                warning = traced.warning + _of_tensor_hooks(traced)
                 if references:
                     with phase("comparison", quiet=True):
                         traced = _checked(example, references, traced)
@@ -337,6 +346,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                         traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             traced.tried = tuple(reasons)
+            if references:
+                state.tell(example, references[0], changed, traced.graph_module)
             _warn_of_what_is_gone(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything

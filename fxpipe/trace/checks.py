@@ -3,12 +3,12 @@ give the same outputs, buffers and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The pytree that torch.export and Hugging Face register their types with.
 from fxpipe.ir._torch import pytree
@@ -52,7 +52,7 @@ def references(example: Example) -> list[Reference]:
     found = found or [on_the_example(example)]
     first = found[0].result
     if first.written:
-        _refuse_what_is_done_once(example)
+        refuse_what_is_done_once(example.model, lambda: example.call(_copies(example.tensors)))
     for size in _few_rows(batch):
         if smaller := _at_size(example, size, recorded=True, watched=bool(first.written)):
             return [*found, *smaller]
@@ -133,22 +133,27 @@ def _at_size(
     return []
 
 
-def _refuse_what_is_done_once(example: Example) -> None:
+def refuse_what_is_done_once(model: nn.Module, call: Callable[[], object]) -> None:
     """Raise TraceError for a model that writes to parameters in its first call only (to initialise
-    them from the data, say): a graph of that call would write to them in every call."""
+    them from the data, say): a graph of that call would write to them in every call. ``call`` calls
+    the model."""
     written = []
-    with untouched(example.model), torch.no_grad():
+    with untouched(model), torch.no_grad():
         for _ in range(2):
-            with parameters_put_back(example.model) as saved:
-                example.call([tensor.clone() for tensor in example.tensors])
+            with parameters_put_back(model) as saved:
+                call()
             written.append({name: write.where for name, write in saved.items()})
     if written[0].keys() != written[1].keys():
         name, where = next(iter(written[0].items()))
         raise TraceError(
-            f"{type(example.model).__name__} writes to its parameters ({name}, by {where}) when it "
-            f"is first called in {'train' if example.model.training else 'eval'} mode, and not "
-            "later: call it once in this mode ahead of compiling it"
+            f"{type(model).__name__} writes to its parameters ({name}, by {where}) when it is "
+            f"first called in {'train' if model.training else 'eval'} mode, and not later: call it "
+            "once in this mode ahead of compiling it"
         )
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 def compare(

@@ -15,7 +15,7 @@ warning says so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -45,17 +45,19 @@ Setter = Callable[[], None]
 _FAR = 1000  # how many calls ahead an attribute that may count calls is tried
 
 
-def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
-    """The modules to keep whole, since what they give depends on a state that they change.
+def kept_whole(
+    example: Example, reference: Reference
+) -> tuple[dict[nn.Module, str], Sequence[Unit]]:
+    """The modules to keep whole, since what they give depends on a state that they change; and the
+    attributes that other modules change, on which nothing depends (:func:`tell`).
 
-    Raises TraceError if that is the model itself. Warns of a state that nothing depends on, which a
-    pipeline does not change.
+    Raises TraceError if the model itself is to be kept whole.
     """
     drawing = _drawing(example, reference.tensors) if reference.result.draws else {}
     changed = reference.result.changed
     if not changed:
         STATEFUL.update(part for module in drawing for part in module.modules())
-        return drawing
+        return drawing, ()
     model, tensors = example.model, reference.tensors
     later, lasting = _later_states(example, tensors, changed)
     # What has once been found to matter does so: with the state of now, it may be hard to see.
@@ -81,15 +83,23 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
         for m, name in whole.items()
         if not any(name.startswith(f"{other}.") for other in whole.values())
     }
-    inside = {part for module in whole for part in module.modules()}
+    STATEFUL.update(part for module in whole for part in module.modules())
+    return whole, lasting
+
+
+def tell(
+    example: Example, reference: Reference, changed: Sequence[Unit], graph_module: nn.Module
+) -> None:
+    """Warn of attributes that the model changes, and a pipeline does not: those of modules whose
+    code the graph does not call."""
+    called = set(graph_module.modules())
+    names = {module: name for name, module in example.model.named_modules()}
     alike: dict[tuple[type, str], list[nn.Module]] = {}
-    for module, name in lasting:
-        if module not in inside:
+    for module, name in changed:
+        if module not in called:
             alike.setdefault((type(module), name), []).append(module)
     for (_, name), owners in alike.items():
-        _tell(example, tensors, owners, name, names[owners[0]])
-    STATEFUL.update(inside)
-    return whole
+        _tell(example, reference.tensors, owners, name, names[owners[0]])
 
 
 def tell_of_tensors_outside(example: Example, reference: Reference) -> None:

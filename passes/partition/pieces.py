@@ -55,7 +55,8 @@ class Piece:
         if frame is not None:
             said.append(f"{os.path.basename(frame['file'])}, line {frame['number']}")
         more = f" and {len(self.nodes) - 1} more that stay with it" if len(self.nodes) > 1 else ""
-        return repr(node.name) + (f" ({', '.join(said)})" if said else "") + more
+        name = "a block without gradients" if _is_without_gradients(node) else repr(node.name)
+        return name + (f" ({', '.join(said)})" if said else "") + more
 
     @property
     def reason(self) -> tuple[str, str]:
@@ -65,13 +66,16 @@ class Piece:
         if ALIAS in node.meta and len(self.nodes) > 1:
             return (
                 "they share memory that is written to",
-                "write x = x + y where the model writes x += y",
+                "write x = x + y where the model writes x += y; what writes to a buffer stays with "
+                "what reads it",
             )
         if WHOLE in node.meta:
             why, help = node.meta[WHOLE]
             return why, help
         if module is not None and has_hooks(module):
             return "a module with hooks is called as a whole", "put the hooks on its submodules"
+        if module is not None and not isinstance(module, nn.RNNBase) and not any(module.children()):
+            return f"{type(module).__name__} is a single layer", "compute it in several parts"
         if module is not None:
             return (
                 f"{type(module).__name__} is called as a whole",
@@ -101,6 +105,11 @@ class Piece:
     def __str__(self) -> str:
         why, help = self.reason
         return f"{self.takes} in one piece ({why}; {help})"
+
+
+def _is_without_gradients(node: fx.Node) -> bool:
+    """Whether a node is what torch.export makes of a block under ``torch.no_grad()``."""
+    return getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
 
 
 def heaviest(graph: fx.Graph) -> Piece:

@@ -762,8 +762,8 @@ def test_predictions_without_the_loss_say_so_until_it_is_known():
     with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), loss_fn=nn.MSELoss()) as pipe:
         found = pipe.explain()
         assert said(found, "What limits the speed").count(
-            "The time of the loss is in none of these predictions: no target is known when the "
-            "model is cut: give example_target."
+            "Time and memory of the loss are in none of these predictions: no target is known when "
+            "the model is cut: give example_target."
         )
         saves = "What the loss saves for its backward is not counted there either."
         assert saves in said(found, "What it needs of memory")

@@ -41,3 +41,20 @@ def test_a_hook_that_keeps_the_gradient_is_told_of_and_not_called() -> None:
         assert model.gradient is None
         pipe.module(x).sum().backward()
         assert model.gradient is not None
+
+
+class Clamps(Keeps):
+    """Clamps the gradient of a hidden value."""
+
+    def keep(self, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-0.01, 0.01)
+
+
+def test_a_hook_that_changes_the_gradient_is_named_where_the_graph_is_refused() -> None:
+    said = r"another gradient for .*; the forward registers a hook on a tensor \(at .*self.keep\)"
+    with (
+        fxpipe.compile(Clamps(), ["cpu"] * 2, chunks=4) as pipe,
+        pytest.warns(UserWarning, match="registers a gradient hook"),
+        pytest.raises(fxpipe.TraceError, match=said),
+    ):
+        pipe(torch.randn(8, 6))

@@ -197,6 +197,28 @@ class Remembers(MLP):
         return super().forward(x)
 
 
+class Counting(nn.Module):
+    """Counts its calls, and branches by values, so that it is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 0 if x.max() > 1e9 else x.sin()
+
+
+def test_what_a_module_that_is_kept_whole_changes_is_not_told_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*in its forward")
+        traced = trace(model, (torch.randn(3, 4),))
+    model[1].calls = 0
+    run(traced, torch.randn(3, 4))
+    assert model[1].calls == 1
+
+
 @BOTH
 def test_what_nothing_depends_on_is_told_of_and_left_alone(tracer: str) -> None:
     model = Remembers()
