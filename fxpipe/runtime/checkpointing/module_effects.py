@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.ir.source import is_users_type
 from fxpipe.ir.tensors import memory_of
-from fxpipe.runtime.state import STATEFUL, State
+from fxpipe.runtime.state import STATEFUL, State, same_entries
 from fxpipe.runtime.writes import ChangedTensors, Writes
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -67,8 +67,8 @@ class ModuleEffects:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         with (
-            self._written.as_before() if self._written is not None else _NOTHING,
             self._state.as_before() if self._state is not None else _NOTHING,
+            self._written.as_before() if self._written is not None else _NOTHING,
         ):
             yield
 
@@ -105,12 +105,18 @@ class _UsersModule:
     is_watched: bool
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers that it has now, with their paths."""
+        """The tensors that it has now, with their paths."""
         module = self.reference()
-        for table in () if module is None else (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and not is_lazy(tensor):
-                    yield f"{self.path}.{name}".removeprefix("."), tensor
+        for name, tensor in () if module is None else _tensors_of(module):
+            yield f"{self.path}.{name}".removeprefix("."), tensor
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself, and the tensors among its attributes."""
+    for table in (module._parameters, module._buffers, vars(module)):
+        for name, tensor in table.items():
+            if isinstance(tensor, Tensor) and not is_lazy(tensor):
+                yield name, tensor
 
 
 def _users_within(module: nn.Module) -> list[_UsersModule]:
@@ -145,7 +151,7 @@ def copied_ahead(module: nn.Module) -> AbstractContextManager[None]:
     a call under a checkpoint, this one or an earlier one, has read and is to read again."""
     if not len(_calls) or getattr(_here, "is_watching", False):
         return _NOTHING
-    return _copied_ahead({memory_of(t): t for t in (*module.parameters(), *module.buffers())})
+    return _copied_ahead({memory_of(t): t for m in module.modules() for _, t in _tensors_of(m)})
 
 
 @contextmanager
@@ -167,7 +173,7 @@ def _copied_ahead(tensors: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 class _WrittenState:
-    """Copies of the buffers and parameters that a module writes to, made before the first call.
+    """Copies of the tensors that a module writes to, made before the first call.
 
     In the second call the module writes to copies: a batch norm must not count a batch twice, and a
     module that reads a buffer must read the same value again. The first call in each mode (training
@@ -182,6 +188,8 @@ class _WrittenState:
         first call 2    writes to bound          copy ◀─┴─ bound, ahead of the write
         second call 1   reads the copy
         second call 2   reads another copy, and writes to that
+
+    A user's module may as well assign to its buffers: the second call finds those of the first.
     """
 
     # By identity: a module may define equality, and have no hash then.
@@ -200,7 +208,11 @@ class _WrittenState:
         names, parameters = known
         self.buffers = {n: module.get_buffer(n).detach().clone() for n in names}
         self.parameters = {n: module.get_parameter(n).detach().clone() for n in parameters}
-        # By their memory: the tensors of users' modules, and the paths of those without a copy.
+        # Of users' modules: copies of tensors among their attributes, the buffers, and by their
+        # memory all tensors, and the paths of those without a copy.
+        self.attributes: dict[str, Tensor] = {}
+        found = [each.reference() for each in _users_within(module)]
+        self._buffers = [(m, dict(m._buffers)) for m in found if m is not None and m._buffers]
         self._tensors: dict[int, Tensor] = {}
         self._uncopied: dict[int, list[str]] = {}
         self._note_uncopied()
@@ -211,7 +223,7 @@ class _WrittenState:
             for path, tensor in each.tensors():
                 memory = memory_of(tensor)
                 self._tensors[memory] = tensor
-                if path not in self.buffers and path not in self.parameters:
+                if path not in {**self.buffers, **self.parameters, **self.attributes}:
                     self._uncopied.setdefault(memory, []).append(path)
 
     @property
@@ -246,16 +258,17 @@ class _WrittenState:
         ``copy`` is one of ``tensor``."""
         for path in self._uncopied.pop(memory, ()):
             owner, _, name = path.rpartition(".")
-            module = self.module.get_submodule(owner)
-            own = module._buffers.get(name, module._parameters.get(name))
+            own = dict(_tensors_of(self.module.get_submodule(owner))).get(name)
             if own is None:
                 continue
             kept = {path: copy if own is tensor else own.detach().clone()}
             # New dictionaries, as another thread may be reading the old ones.
-            if name in module._buffers:
+            if name in self.module.get_submodule(owner)._buffers:
                 self.buffers = self.buffers | kept
-            else:
+            elif isinstance(own, nn.Parameter):
                 self.parameters = self.parameters | kept
+            else:
+                self.attributes = self.attributes | kept
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
@@ -286,7 +299,13 @@ class _WrittenState:
     def as_before(self) -> Iterator[None]:
         """Within this context the module has copies of these tensors, with the values that they had
         before the first call."""
+        assigned = [(module._buffers, dict(module._buffers)) for module, _ in self._buffers]
+        for module, before in self._buffers:
+            _refill(module._buffers, before)
         homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
+        for name, old in self.attributes.items():
+            owner, _, key = name.rpartition(".")
+            homes.append((vars(self.module.get_submodule(owner)), key, old))
         buffers = [home[key] for home, key, _ in homes]
         parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
         data = [parameter.data for parameter, _ in parameters]
@@ -304,6 +323,15 @@ class _WrittenState:
                 home[key] = buffer
             for (parameter, _), now in zip(parameters, data, strict=True):
                 parameter.data = now
+            for own, now_there in assigned:
+                _refill(own, now_there)
+
+
+def _refill(own: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Give a dictionary these entries, and no others."""
+    if not same_entries(own, entries):
+        own.clear()
+        own.update(entries)
 
 
 @dataclass(frozen=True)

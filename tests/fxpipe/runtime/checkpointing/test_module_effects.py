@@ -32,6 +32,17 @@ class Clip(nn.Module):
         return x
 
 
+class Assigning(Clip):
+    """The same, with other tensors in the place of its buffers."""
+
+    def forward(self, x):
+        if x.abs().max() > self.bound:
+            self.bound = self.bound * 1.5
+            self.clipped = self.clipped + 1
+            x = x.clamp(-float(self.bound), float(self.bound))
+        return x
+
+
 class Anneal(nn.Module):
     """Counts outliers in a Python number, and divides by it."""
 
@@ -44,6 +55,21 @@ class Anneal(nn.Module):
             self.outliers += 1
             self.sizes.append(len(x))
         return x / (1 + 0.1 * self.outliers)
+
+
+class Averaging(nn.Module):
+    """Has a running mean, which is no buffer, and a bound of outliers, which it raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.bound = torch.zeros(8), torch.tensor(50.0)
+
+    def forward(self, x):
+        y = (x - self.mean).clamp(-float(self.bound), float(self.bound))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        if x.abs().max() > self.bound:
+            self.bound.mul_(1.5)
+        return y
 
 
 class Restart(nn.Module):
@@ -90,7 +116,7 @@ class Renormed(nn.Module):
         return x @ self.weight.clone()
 
 
-KINDS = [Clip, Anneal, Restart, Now, Renormed]
+KINDS = [Clip, Assigning, Anneal, Averaging, Restart, Now, Renormed]
 
 
 class Net(nn.Module):
@@ -120,7 +146,8 @@ def state(model):
         {name: value for name, value in vars(each).items() if name in ("outliers", "sizes")}
         for each in (model.one, model.other)
     ]
-    kept = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+    tensors = [value for value in vars(model.one).values() if isinstance(value, torch.Tensor)]
+    kept = [*tensors, *model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
     trained = [p for p in model.parameters() if p.requires_grad]
     return [[t.detach().clone() for t in each] for each in (kept, trained)], copy.deepcopy(own)
 
@@ -170,7 +197,7 @@ def test_a_step_with_checkpoints_changes_what_a_loop_does(trained, schedule, che
 
 
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
-@pytest.mark.parametrize("kind", [Restart, Anneal])
+@pytest.mark.parametrize("kind", [Assigning, Restart, Anneal])
 def test_a_call_with_checkpoints_changes_what_a_loop_does(kind, checkpoint):
     torch.manual_seed(0)
     model = Net(kind)
