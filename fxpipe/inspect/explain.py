@@ -348,16 +348,20 @@ class Explaining:
             )
         sentences += self._without_a_pipeline(compiled, here)
         sentences += self._without_the_loss
-        sentences.append(
-            f"Lane {slowest} ({self._on(slowest)}) is predicted to work most, "
-            f"{human_time(busy[slowest])}, and the mean of all is {human_time(mean)}. "
-            + (
-                "The stages are uneven, and that costs "
-                f"{(busy[slowest] - mean) / whole:.0%} of the {run}."
-                if busy[slowest] - mean > COSTLY * whole
-                else "So the stages are even."
+        most, average = human_time(busy[slowest]), human_time(mean)
+        uneven = busy[slowest] - mean
+        if most == average:
+            sentences.append(f"Each lane is predicted to work {most}: the stages are even.")
+        else:
+            sentences.append(
+                f"Lane {slowest} ({self._on(slowest)}) is predicted to work most, {most}, and the "
+                f"mean of all is {average}. "
+                + (
+                    f"The stages are uneven, and that costs {uneven / whole:.0%} of the {run}."
+                    if uneven > COSTLY * whole
+                    else "So the stages are even."
+                )
             )
-        )
         waits = whole - busy[slowest]
         sentences.append(
             f"The bubble: lane {slowest} waits {waits / whole:.0%} of the {run}, for its first "

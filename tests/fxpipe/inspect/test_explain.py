@@ -359,7 +359,7 @@ def test_what_limits_the_speed_is_given_in_parts_of_the_step():
     assert "So 2 lanes are 1.33 times as fast as one that runs the same micro-batches." in found, (
         "GPipe: 2 x 2 / (2 + 1)"
     )
-    assert "So the stages are even." in found
+    assert "the stages are even." in found
     assert "The bubble: lane 0 waits 33% of the step" in found
     assert "The times of nodes are those of costs=; pipe.measure(...) measures steps" in found
 
