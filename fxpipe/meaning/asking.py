@@ -153,6 +153,9 @@ class Asking:
         If there is none, it is the likeliest candidate, the first one, as long as only single
         numbers (losses) differ with it: a loss across rows differs with every candidate. It is
         refuted only by another one that cuts at least the same outputs.
+
+        A candidate does not count that gives up an input whose rows meet, and cuts another one that
+        has nothing to do with it: every micro-batch would compute with all of its rows.
         """
         verdicts: list[tuple[InDims, Verdict]] = []
         fitting: tuple[InDims, Verdict, str] | None = None
@@ -161,7 +164,8 @@ class Asking:
             dims = remaining.pop(0)
             verdict = self.verdict_of(dims, is_likely=dims == ways[0])
             first = verdicts[0][1] if verdicts else Verdict(takes_parts=False)
-            if verdict.is_better_than(first) or (not verdicts and verdict.is_exact):
+            is_better = verdict.is_better_than(first) and not self._gives_up(ways[0], dims, verdict)
+            if is_better or (not verdicts and verdict.is_exact):
                 if verdict.is_joined_along(dims):
                     return self.meaning(dims, verdict, ways)
                 if fitting is None:
@@ -181,6 +185,44 @@ class Asking:
             meaning.is_told = any(each.path == self.runs.loss for each in verdict.problems)
             return meaning
         return self._none(verdicts, ways)
+
+    def _gives_up(self, likeliest: InDims, dims: InDims, verdict: Verdict) -> bool:
+        """Whether an input that is cut by the likeliest candidate, and shared by this one, is
+        needed whole for outputs that all micro-batches compute alike, and for no output that is
+        joined of theirs. ::
+
+            x ── x - x.mean(0) ── a         needs all rows of x, which every micro-batch would have
+            y ── linear ───────── b         cut along the rows of y
+            x, y ── x @ y.T ───── c         needs all rows of y for each row of x: no such case
+        """
+        trial = verdict.trial
+        if trial is None or not verdict.same or not verdict.joined:
+            return False
+        pairs = enumerate(zip(likeliest, dims, strict=True))
+        shared = [i for i, (first, own) in pairs if first is not None and own is None]
+        moved = (self._moves(trial, i) for i in shared)
+        return any(each & verdict.same and not each & verdict.joined for each in moved)
+
+    def _moves(self, trial: Trial, place: int) -> set[str]:
+        """The paths of the outputs that are others if one of a sample's inputs is."""
+        tensors = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
+        given = tensors[place]
+        if not isinstance(given, Tensor) or given.layout != torch.strided:
+            return set(trial.whole)
+        tensors[place] = given * 0.5 if given.is_floating_point() else given.flip(0)
+        try:
+            output = self.runs.output_of(tensors)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return set(trial.whole)
+        return {
+            path
+            for path, value in leaves(output, "output")
+            if isinstance(value, Tensor)
+            and isinstance(before := trial.whole.get(path), Tensor)
+            and (value.shape != before.shape or difference(before, value))
+        }
 
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
         """The meaning where no candidate fits: an error, or with ``check="warn"`` a warning and

@@ -144,3 +144,42 @@ def test_of_twins_one_row_of_the_second_part_is_near_one_of_the_first(sizes: tup
     (found,) = sampled([x], [0], sizes, MIXED, 0, has_twins=True)
     distances = torch.cdist(*found.split(sizes))
     assert 0 < distances.min() < 0.05 * distances.max()
+
+
+class Beside(nn.Module):
+    """Centres one input, whose rows meet so, and has another one that is apart from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        x = self.norm(x)
+        return {"a": self.first(x - x.mean(0)).tanh(), "b": self.second(y)}
+
+
+class Towers(nn.Module):
+    """Compares each row of one input with all rows of another, and returns these as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 3), nn.Linear(4, 3)
+
+    def forward(self, image, text):
+        image, text = self.image(image), self.text(text)
+        return {"text": text - text.mean(0), "image": image, "scores": image @ text.T}
+
+
+def test_an_input_whose_rows_meet_is_not_given_up_for_one_that_is_apart_from_it():
+    pipe = fxpipe.compile(Beside(), TWO, chunks=4)
+    with pytest.raises(fxpipe.BatchError, match=r"output.a, .* depends on which other rows"):
+        pipe(torch.randn(8, 6), torch.randn(8, 4))
+
+
+def test_an_input_that_each_row_of_another_one_needs_whole_is_shared():
+    model, image, text = Towers(), torch.randn(8, 6), torch.randn(8, 4)
+    output = fxpipe.compile(model, TWO, chunks=4)(image, text)
+    expected = [model(part, text) for part in image.chunk(4)]
+    assert torch.equal(output["text"], expected[0]["text"])
+    assert torch.equal(output["scores"], torch.cat([each["scores"] for each in expected]))
