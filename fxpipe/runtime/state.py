@@ -129,7 +129,7 @@ class State:
                 if own.get(name) is not value or name not in own:
                     own[name] = value
         for value, contents in self._contents.values():
-            _refill(value, contents)
+            refill(value, contents)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -160,7 +160,8 @@ def _contents(value: Any) -> Any:
     return dict(own) if isinstance(own, dict) else None
 
 
-def _refill(value: Any, contents: Any) -> None:
+def refill(value: Any, contents: Any) -> None:
+    """Give a container, or an object, the contents that it had; it remains the same object."""
     if isinstance(value, tuple):
         return
     if isinstance(value, list):

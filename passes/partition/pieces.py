@@ -20,6 +20,7 @@ from networkx.utils import UnionFind
 from torch import fx, nn
 
 from fxpipe import ops
+from fxpipe.ir._torch import wrap_with_set_grad_enabled
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, WHOLE, attribute, stage_nodes
 from fxpipe.ir.hooks import has_hooks
@@ -109,7 +110,7 @@ class Piece:
 
 def _is_without_gradients(node: fx.Node) -> bool:
     """Whether a node is what torch.export makes of a block under ``torch.no_grad()``."""
-    return getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
+    return node.target is wrap_with_set_grad_enabled
 
 
 def heaviest(graph: fx.Graph) -> Piece:

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.ir.source import is_users_type
 from fxpipe.ir.tensors import memory_of
-from fxpipe.runtime.state import STATEFUL, State, same_entries
+from fxpipe.runtime.state import STATEFUL, State, refill
 from fxpipe.runtime.writes import ChangedTensors, Writes
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -301,7 +301,7 @@ class _WrittenState:
         before the first call."""
         assigned = [(module._buffers, dict(module._buffers)) for module, _ in self._buffers]
         for module, before in self._buffers:
-            _refill(module._buffers, before)
+            refill(module._buffers, before)
         homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
         for name, old in self.attributes.items():
             owner, _, key = name.rpartition(".")
@@ -324,14 +324,7 @@ class _WrittenState:
             for (parameter, _), now in zip(parameters, data, strict=True):
                 parameter.data = now
             for own, now_there in assigned:
-                _refill(own, now_there)
-
-
-def _refill(own: dict[str, Any], entries: dict[str, Any]) -> None:
-    """Give a dictionary these entries, and no others."""
-    if not same_entries(own, entries):
-        own.clear()
-        own.update(entries)
+                refill(own, now_there)
 
 
 @dataclass(frozen=True)

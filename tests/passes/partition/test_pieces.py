@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.ir.graph import stage_nodes
 from passes import PartitionError
+from passes.partition.pieces import Piece
 
 TWO = ["cpu"] * 2
 
@@ -149,6 +151,26 @@ def test_nodes_that_write_to_one_memory_stay_together_for_that_reason():
     (text,), _ = said(Between(Writes()))
     assert "more that stay with it take 8" in text
     assert "since they share memory that is written to; write x = x + y where the model " in text
+
+
+def test_a_block_without_gradients_has_a_name_that_a_user_knows():
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+
+        def forward(self, x):
+            with torch.no_grad():
+                y = self.layers(x)
+            return x + y
+
+    example = (torch.randn(4, 8),)
+    with fxpipe.compile(
+        Between(Frozen()), TWO, chunks=2, tracer="export", example_inputs=example
+    ) as pipe:
+        names = [Piece([node], 1.0).name for node in stage_nodes(pipe.model_graph.graph)]
+    assert "a block without gradients" in names
+    assert not any("wrap_with" in name for name in names)
 
 
 def test_an_even_model_compiles_without_a_word():
