@@ -49,6 +49,12 @@ def kernels():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_number_of_threads():
+    """Fixtures of a module are made ahead of those of a test, and tests compare with their bits."""
+    torch.set_num_threads(THREADS)
+
+
 @pytest.fixture(autouse=True)
 def one_seed_and_one_number_of_threads(request, monkeypatch):
     """Tests compare bits: each starts from the same state, whatever ran before it."""
