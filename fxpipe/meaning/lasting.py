@@ -73,7 +73,7 @@ def lasting_problem(
         if name in expected and (apart := _apart(expected[name], found.get(name))):
             return (
                 f"the forward changes {_listed(changed)}, which each micro-batch does by itself: "
-                f"after {sizes} rows {name} differs by {apart} from what it is after {rows} rows "
+                f"after {sizes} {name} differs by {apart} from what it is after {rows} rows "
                 "at once"
             )
     return ""
@@ -115,7 +115,7 @@ def _in_sequence(
     differing = next(_differing(outputs, alone), None)
     if differing is None:
         return ""
-    path, by = differing
+    call, path, by = differing
 
     def matter(names: Sequence[str]) -> bool:
         try:
@@ -124,17 +124,22 @@ def _in_sequence(
             if not is_the_models(error):
                 raise
             return True  # it does not run with this state and the first one of all others
-        return any(path == other for other, _ in _differing(kept, alone))
+        return any(path == other for _, other, _ in _differing(kept, alone))
 
     return (
         f"{path} depends on the state that an earlier call leaves in "
-        f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: after "
-        f"{_then(sizes)} rows it differs by {by} from what it is for these rows alone"
+        f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: for "
+        f"{_rows(sizes[call])} it differs by {by} where a call with {_then(sizes[:call])} comes "
+        "ahead of it"
     )
 
 
 def _then(sizes: Sequence[int]) -> str:
-    return " and then ".join(map(str, sizes))
+    return f"{' and then '.join(map(str, sizes))} {'row' if list(sizes) == [1] else 'rows'}"
+
+
+def _rows(size: int) -> str:
+    return _then([size])
 
 
 def that_matter(names: Sequence[str], matter: Callable[[Sequence[str]], bool]) -> Iterator[str]:
@@ -157,12 +162,13 @@ def that_matter(names: Sequence[str], matter: Callable[[Sequence[str]], bool]) -
 
 def _differing(
     outputs: Sequence[Any], alone: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Difference]]:
-    """The outputs that are others than those of each call alone, by their paths."""
-    for output, own in zip(outputs, alone, strict=True):
-        for path, value in leaves(output, "output"):
+) -> Iterator[tuple[int, str, Difference]]:
+    """The outputs that are others than those of each call alone: the number of the call, from zero,
+    and the path of the output. What the first call gives depends on no call ahead of it."""
+    for call, (output, own) in enumerate(zip(outputs, alone, strict=True)):
+        for path, value in leaves(output, "output") if call else ():
             if apart := _apart(own.get(path), value):
-                yield path, apart
+                yield call, path, apart
 
 
 def _apart(one: Any, other: Any) -> Difference | None:

@@ -405,7 +405,8 @@ def test_a_hidden_state_that_rows_of_other_micro_batches_go_on_from_is_warned_of
     model = nn.Sequential(nn.Linear(D, D), GoesOn(), nn.Linear(D, D))
     (text,) = said(model)
     assert "output depends on the state that an earlier call leaves in 1.hidden, and each" in text
-    assert "after 1 and then 1 rows" in text
+    assert "for 1 row it differs by" in text
+    assert "where a call with 1 row comes ahead of it" in text
 
 
 class BeginsAnew(GoesOn):
