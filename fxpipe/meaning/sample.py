@@ -195,13 +195,21 @@ def _apart_by_numbers(
     each row has one, such as lengths, tell the parts apart (:func:`_apart`). If there are several,
     it is the first one of integers; flags, also as real numbers, may be a mask of rows."""
     known = [
-        tensor.detach().flatten().cpu()
+        _ordered(tensor.detach().flatten().cpu())
         for tensor, dim in zip(tensors, dims, strict=True)
         if dim is not None and not isinstance(tensor, Column) and has_a_whole_number(tensor, dim)
     ]
     different = [numbers for numbers in known if bool((numbers != numbers[0]).any())]
     different.sort(key=lambda numbers: numbers.dtype == torch.bool or numbers.is_floating_point())
     return _apart(order, different[0], first, seed) if different else order
+
+
+def _ordered(numbers: Tensor) -> Tensor:
+    """The same numbers, those that are missing (NaN) as the least of all: NaN is equal to nothing,
+    and has no place in an order."""
+    if not numbers.is_floating_point():
+        return numbers
+    return torch.where(numbers.isnan(), -torch.inf, numbers)
 
 
 def _apart(order: Tensor, numbers: Tensor, first: int, seed: int) -> Tensor:
@@ -532,7 +540,7 @@ def _numbers_of_rows(rows: Tensor, few: Tensor, first: int, draw: torch.Generato
     """A number for each row, drawn from a few, so that they tell the parts apart; but in the sample
     OF_LABELS those of the first and of the last row are any two of them."""
     order = torch.randint(len(few), (rows.numel(),), generator=draw)
-    known = few.cpu()
+    known = _ordered(few.cpu())
     different, seed = torch.unique(known), draw.initial_seed()
     if len(different) > 1 and seed == OF_LABELS:
         one, other = torch.randperm(len(different), generator=draw)[:2]

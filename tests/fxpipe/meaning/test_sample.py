@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -66,6 +68,19 @@ def test_rows_of_every_dtype_make_samples(dtype, shape, level):
 def test_rows_of_one_length_get_different_ones():
     (found,) = sampled([torch.full((8,), 5)], [0], (1, 3), MIXED, 0)
     assert 4 in found and set(found.tolist()) <= {3, 4, 5}  # shorter ones, as rows may be full
+
+
+@pytest.mark.parametrize("kept", [[], [0], [0, 5], [0, 1, 2, 5]])
+@pytest.mark.parametrize("numbers", [[1, 0, 0, 1, 1, 0, 1, 0], [3, 3, 3, 3, 3, 3, 3, 3]])
+def test_whole_numbers_of_rows_may_be_missing(numbers, kept):
+    """The number of a row that has none is NaN, which is equal to nothing: not even to the largest
+    of all, which it is said to be."""
+    labels = torch.full((8, 1), torch.nan)
+    labels[kept, 0] = torch.tensor(numbers, dtype=torch.float)[kept]
+    for level, seed in itertools.product((WHOLE, MIXED), range(4)):
+        (found,) = sampled([labels], [0], (1, 3), level, seed)
+        known = found[~found.isnan()]
+        assert len(found) == 4 and set(known.tolist()) <= set(numbers)
 
 
 def test_in_one_sample_the_first_and_the_last_row_have_different_labels():
