@@ -16,6 +16,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
@@ -266,6 +267,12 @@ class Mode:
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The number of rows in the mini-batch, from the values of the placeholders."""
         return self.rows or batch_size(values, self.in_dims)
+
+    @cached_property
+    def written_inputs(self) -> tuple[int, ...]:
+        """The places of the placeholders of inputs that the model writes to."""
+        inputs = self.stage_graph.graph.find_nodes(op="placeholder")
+        return tuple(place for place, node in enumerate(inputs) if WRITTEN in node.meta)
 
     @property
     def states(self) -> frozenset[int]:

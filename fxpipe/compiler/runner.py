@@ -18,6 +18,7 @@ from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.no_loss import refuse_no_loss
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.shared_memory import refuse_shared_memory
 from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
 from fxpipe.ir.log import warn
@@ -93,6 +94,7 @@ class Runner:
         except TypeError as error:
             note_misnamed(error, self.compiler.model.forward, kwargs)
             raise
+        refuse_shared_memory(mode, type(self.compiler.model).__name__, values)
         is_dual = is_forward_mode() and not transforms() and any(map(has_tangent, values))
         if is_dual and torch.is_grad_enabled():
             raise RuntimeError(
@@ -134,10 +136,12 @@ class Runner:
         readings = Target.readings(target, rows, mode.rows is not None)
         batch = MiniBatch((args, kwargs), readings, target)
         self._step, wanted = self.compiler.step(mode, chunks, batch)
+        leaves = wanted.leaves
+        refuse_shared_memory(mode, type(self.compiler.model).__name__, values, leaves)
         self._last = self._trained = mode, chunks
         self._tell_of_lost_gradients("input", values)
-        self._tell_of_lost_gradients("target", wanted.leaves)
-        values += wanted.leaves
+        self._tell_of_lost_gradients("target", leaves)
+        values += leaves
         return self._step, [
             v.detach() if isinstance(v, Tensor | Parts | ListOfRows) else v for v in values
         ]

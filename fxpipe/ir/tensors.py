@@ -110,6 +110,31 @@ def memory_bytes(tensor: torch.Tensor) -> int:
     return stored_values(tensor) * tensor.element_size()
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether what is written to one tensor may change the other: whether they have elements in the
+    same places of one memory. Views of different columns do not, though their rows alternate."""
+    if memory_of(one) != memory_of(other) or not one.numel() or not other.numel():
+        return False
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return True
+    if one.dtype.itemsize != other.dtype.itemsize:
+        return True  # their elements are not in the same places: views of bytes, say
+    begin, end = max(_span(one)[0], _span(other)[0]), min(_span(one)[1], _span(other)[1])
+    if begin >= end:
+        return False
+    is_taken = torch.zeros(max(_span(one)[1], _span(other)[1]), dtype=torch.bool)
+    places = [is_taken.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
+    places[0].fill_(True)
+    return bool(places[1].any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The places of a tensor's first element in its memory, and the one after its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    begin = int(tensor.storage_offset())
+    return begin, begin + sum((int(size) - 1) * stride for size, stride in sizes) + 1
+
+
 def is_in_parts(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, of which each rank has a part."""
     return hasattr(tensor, "full_tensor")

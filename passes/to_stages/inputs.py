@@ -58,7 +58,8 @@ class WrittenInputs:
             if name in by_name
         }
         for node in placeholders:
-            if node.name in written:
+            # One tensor for two arguments is one in the graph, which uses the first of them only.
+            if node.name in written and node.users:
                 if by_name[node.name] is None and self.chunks != 1:
                     raise InputError(
                         f"{written[node.name].name!r} writes to the input {node.name!r}, which has "

@@ -1,0 +1,47 @@
+"""The refusal of a call whose inputs share memory, where the model writes to one of them in place.
+
+::
+
+    y = x[:, :3]
+    pipe(x, y)         the model runs x.add_(1), and then reads y
+
+The model sees in ``y`` what it has written to ``x``. Stages write to copies of inputs, so that they
+can be run again, and these share no memory with ``y``. So it is with a target that shares memory
+with an input: the loss would be computed with its values as they were ahead of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from fxpipe.compiler.compiled import Mode
+from fxpipe.ir.tensors import overlap, tensors_of
+
+
+def refuse_shared_memory(
+    mode: Mode, name: str, values: Sequence[Any], targets: Sequence[Any] = ()
+) -> None:
+    """Raise ValueError if the model writes to an input that shares memory with another input, or
+    with a target. One tensor that is given for several arguments is one within the model, too.
+
+    Args:
+        name: the class of the model.
+        values: those of the placeholders.
+        targets: the tensors in the target of a step.
+    """
+    placeholders = mode.stage_graph.graph.find_nodes(op="placeholder")
+    for place in mode.written_inputs:
+        own, said = values[place], placeholders[place].name
+        others = ((node.name, v) for node, v in zip(placeholders, values, strict=True))
+        of_inputs = ((other, f"the input {other!r}", v) for other, v in others if v is not own)
+        of_targets = (("target", "the target", value) for value in targets)
+        for other, what, value in chain(of_inputs, of_targets):
+            if any(overlap(a, b) for a in tensors_of(own) for b in tensors_of(value)):
+                raise ValueError(
+                    f"{name} writes to its input {said!r} in place, and {what} has the same "
+                    f"memory: it would change with {said!r} in the model, and does not in a "
+                    f"pipeline, which writes to copies. Give {other}.clone(), which keeps the "
+                    f"values of before, or write to a clone of {said!r} in the model"
+                )
