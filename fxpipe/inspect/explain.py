@@ -310,7 +310,8 @@ class Explaining:
         ]
         gap = self.mode.model_graph.meta.get(GAP)
         if gap is not None:
-            sentences.append(_sentence(optimality(gap)))
+            is_limited = any(limit is not None for limit in self.options.memory or ())
+            sentences.append(_sentence(optimality(gap, is_limited=is_limited)))
         elif any(name == "partition" for name, _ in self.options.call.arguments):
             sentences.append("The cut is yours, by partition=.")
         if not is_never(self.layout.modes):

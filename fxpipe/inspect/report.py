@@ -172,7 +172,8 @@ class Report:
                 "would have one is cut into fewer micro-batches"
             )
         if GAP in self.model_graph.meta:
-            lines.append(optimality(self.model_graph.meta[GAP]))
+            is_limited = any(limit is not None for limit in self.memory)
+            lines.append(optimality(self.model_graph.meta[GAP], is_limited=is_limited))
         lines += [f"meaning: {note}" for note in self.notes]
         lines += self.compiled
         lines += [f"skip {hop}" for hop in self.layout.skips]

@@ -54,12 +54,21 @@ def nice(least: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
-def optimality(gap: float) -> str:
-    """A sentence on how good a cut is. ``gap``: the share by which its slowest stage takes longer
-    than the lower bound, at most; 0.1 is 10 %."""
-    if gap < 1e-6:
-        return "the cut is optimal: no other has a faster slowest stage"
-    return f"the slowest stage is at most {max(gap, 1e-3):.1%} from optimal"
+def optimality(gap: float, *, is_limited: bool = False) -> str:
+    """A sentence on how good a cut is.
+
+    Args:
+        gap: the share by which its slowest stage takes longer than the lower bound, at most; 0.1 is
+            10 %.
+        is_limited: whether memory has a limit. Whether a cut fits is certain only once a step has
+            been simulated, so that the bound is that of the cuts that were expected to fit.
+    """
+    if gap >= 1e-6:
+        among = ", among the cuts that were expected to fit" if is_limited else ""
+        return f"the slowest stage is at most {max(gap, 1e-3):.1%} from optimal{among}"
+    if is_limited:
+        return "no other cut that was expected to fit has a faster slowest stage"
+    return "the cut is optimal: no other has a faster slowest stage"
 
 
 def shortened(text: str, longest: int = 40) -> str:

@@ -174,7 +174,7 @@ class Plan:
             f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time; one after the "
             f"other, the stages would take {human_time(work)}"
             + (f", {work / self.seconds:.2f} times as long" if self.seconds else ""),
-            optimality(self.gap),
+            optimality(self.gap, is_limited=any(spec.memory is not None for spec in self.devices)),
             "links: "
             + (
                 ", ".join(f"{a} -> {b} {human_bytes(n)}" for (a, b), n in self.links.items())

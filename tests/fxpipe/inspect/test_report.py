@@ -16,6 +16,8 @@ def test_a_cut_is_optimal_or_at_most_so_far_from_it():
     assert optimality(0.019) == "the slowest stage is at most 1.9% from optimal"
     assert "at most 0.1% from" in optimality(4e-4), "and not 0.0%"
     assert optimality(0.0) == "the cut is optimal: no other has a faster slowest stage"
+    assert optimality(0.0, is_limited=True).startswith("no other cut that was expected to fit")
+    assert optimality(0.1, is_limited=True).endswith("among the cuts that were expected to fit")
 
 
 def test_sizes_and_times_are_for_people():
