@@ -75,6 +75,7 @@ from fxpipe.trace import (
     runs_alike,
     trace,
     untouched,
+    warn_of_what_is_gone,
 )
 from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
@@ -510,6 +511,8 @@ class Staging(ABC):
             ):
                 traced = compared.traced
                 reads.update(compared.reads)
+                with self._slot.hearing():
+                    warn_of_what_is_gone(self.model, traced)
             elif entry is not None:
                 with phase("graph from the cache", quiet=True):
                     traced = entry.traced_on(

@@ -94,6 +94,7 @@ __all__ = [
     "trace",
     "traced_before",
     "untouched",
+    "warn_of_what_is_gone",
 ]
 
 CustomTracer = Callable[[nn.Module, Args, Kwargs], fx.GraphModule]
@@ -146,7 +147,8 @@ def to_be_compared(
     batch_dims: BatchDims,
 ) -> Traced | None:
     """The graph of a model by ``torch.export``, which the caller has to compare with the model
-    before it is used. It takes one trace, and no run of the model.
+    before it is used, and to warn of (:func:`warn_of_what_is_gone`). It takes one trace, and no run
+    of the model.
 
     None where :func:`trace` has to do more: where another front end comes first; where the model
     has hooks, or parts that are kept whole, or an input has attributes, of which runs of the model
@@ -174,7 +176,6 @@ def to_be_compared(
         traced.otherwise = None  # it is not needed, and refers to modules
         if not all(map(_is_of_operators, traced.graph_module.modules())):
             return None
-        _warn_of_what_is_gone(model, traced)
         return traced
 
 
@@ -217,7 +218,7 @@ def _of_tensor_hooks(traced: Traced) -> str:
     return f"; the forward registers a hook on a tensor (at {traced.hooked[0]}), which no graph has"
 
 
-def _warn_of_what_is_gone(model: nn.Module, traced: Traced) -> None:
+def warn_of_what_is_gone(model: nn.Module, traced: Traced) -> None:
     """Say that the model has lines that print, or that register hooks on tensors, which the graph
     does not have. (A hook that changes a gradient has been seen in the comparison of gradients.)"""
     if traced.hooked:
@@ -348,7 +349,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
             traced.tried = tuple(reasons)
             if references:
                 state.tell(example, references[0], changed, traced.graph_module)
-            _warn_of_what_is_gone(model, traced)
+            warn_of_what_is_gone(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):
