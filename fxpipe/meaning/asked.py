@@ -96,11 +96,13 @@ class Asked:
     told: set[str] | None = None
     calls_are_trained: bool = True
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, about: str = "") -> None:
         """Warn, unless the user has been told the same. A model with state is compiled again and
         again, and checked each time: what has other numbers then, and no other words, is no news.
+
+        ``about``: what the text is about, where other words about it are no news either.
         """
-        said = _NUMBERS.sub("", text)
+        said = about or _NUMBERS.sub("", text)
         if self.told is None or said not in self.told:
             warn(text, BatchWarning)
         if self.told is not None:

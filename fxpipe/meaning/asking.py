@@ -367,9 +367,9 @@ class Asking:
         problem = self.in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
         for lasting in (self._lasting(dims, verdict), self._statistics_read()):
-            if lasting:
-                notes.append(lasting)
-                self.asked.warn(messages.lasting(lasting))
+            if lasting is not None:
+                notes.append(lasting.text)
+                self.asked.warn(messages.lasting(lasting.text), about=f"lasting {lasting.path}")
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
@@ -448,29 +448,30 @@ class Asking:
                     raise  # else it takes no inputs with gradients, or has no backward
         return None
 
-    def _lasting(self, dims: InDims, verdict: Verdict) -> str:
+    def _lasting(self, dims: InDims, verdict: Verdict) -> Problem | None:
         """What differs where parts find the state that the parts before them have left."""
         trial = verdict.trial
         if not (self.asked.check and self.runs.changed) or trial is None or self.listed is not None:
-            return ""
+            return None
         try:
             runs = self.runs
             return lasting_problem(runs.in_sequence, runs.keeping, trial, dims, self.runs.changed)
         except Exception as error:
             if not is_the_models(error):
                 raise
-            return ""  # it takes no second call in the state that the first one leaves
+            return None  # it takes no second call in the state that the first one leaves
 
-    def _statistics_read(self) -> str:
+    def _statistics_read(self) -> Problem | None:
         """What is to be told of running statistics of batch norms that the forward itself reads. As
         batch norms are stilled while the model is checked, no run shows what depends on them."""
         names = list(self.runs.statistics_read)
         if not self.asked.check or not names:
-            return ""
-        return (
+            return None
+        return Problem(
+            "statistics",
             f"the forward reads {_first_of(names)}, which a batch norm in train mode updates in "
             "each call, and each micro-batch is a call: it reads what the micro-batches so far "
-            "have left, not the statistics of the mini-batch"
+            "have left, not the statistics of the mini-batch",
         )
 
     def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.compare import Difference, difference
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.trial import Trial
 
@@ -43,9 +44,9 @@ def lasting_problem(
     trial: Trial,
     dims: Sequence[int | None],
     changed: Sequence[str],
-) -> str:
-    """What differs if the parts of a sample find the state that the parts before them have left;
-    an empty string if nothing does.
+) -> Problem | None:
+    """What differs if the parts of a sample find the state that the parts before them have left:
+    an output, or the state itself, whose path is "state"; None if nothing does.
 
     Args:
         calls: calls the model.
@@ -71,12 +72,13 @@ def lasting_problem(
     rows, sizes = sum(trial.sizes), _then(trial.sizes)
     for name in changed:
         if name in expected and (apart := _apart(expected[name], found.get(name))):
-            return (
+            return Problem(
+                "state",
                 f"the forward changes {_listed(changed)}, which each micro-batch does by itself: "
                 f"after {sizes} {name} differs by {apart} from what it is after {rows} rows "
-                "at once"
+                "at once",
             )
-    return ""
+    return None
 
 
 def _of_equal_sizes(
@@ -85,7 +87,7 @@ def _of_equal_sizes(
     trial: Trial,
     parts: Sequence[list[Tensor]],
     changed: Sequence[str],
-) -> str:
+) -> Problem | None:
     """The same of a model that only takes as many rows as the call before it had, or that begins
     anew with another number of rows, such as one that goes on from the hidden state of each row:
     the same rows come twice."""
@@ -100,7 +102,7 @@ def _of_equal_sizes(
         alones, sizes = [alone, alone], [size, size]
         if problem := _in_sequence(outputs, keeping, alones, twice, sizes, changed):
             return problem
-    return ""
+    return None
 
 
 def _in_sequence(
@@ -110,11 +112,11 @@ def _in_sequence(
     calls: Sequence[list[Tensor]],
     sizes: Sequence[int],
     changed: Sequence[str],
-) -> str:
+) -> Problem | None:
     """How the outputs of calls, one after the other, differ from those of each call alone."""
     differing = next(_differing(outputs, alone), None)
     if differing is None:
-        return ""
+        return None
     call, path, by = differing
 
     def matter(names: Sequence[str]) -> bool:
@@ -126,11 +128,12 @@ def _in_sequence(
             return True  # it does not run with this state and the first one of all others
         return any(path == other for _, other, _ in _differing(kept, alone))
 
-    return (
+    return Problem(
+        path,
         f"{path} depends on the state that an earlier call leaves in "
         f"{_first(that_matter(changed, matter))}, and each micro-batch is a call: for "
         f"{_rows(sizes[call])} it differs by {by} where a call with {_then(sizes[:call])} comes "
-        "ahead of it"
+        "ahead of it",
     )
 
 

@@ -118,3 +118,37 @@ def test_explain_says_that_the_check_has_compared_such_a_loss():
         "in parts, and what the parts give is not the whole's output, as said below." in found
     )
     assert "Output is neither a mean over the rows nor a sum" in found
+
+
+class Queue(nn.Module):
+    """Compares rows with those of earlier calls, and with an average of its own layer: another
+    state decides in each kind of call."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.averaged = nn.Linear(6, 8), nn.Linear(6, 8).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.averaged(x) if self.training else self.layer(x).detach()
+        similar: Tensor = self.layer(x) @ self.queue.clone().T
+        with torch.no_grad():
+            if self.training:
+                self.averaged.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+            self.queue.copy_(torch.cat([keys, self.queue])[:4])
+        return similar
+
+
+def test_an_output_that_depends_on_state_is_told_of_once_whatever_that_is() -> None:
+    torch.manual_seed(0)
+    model = Queue()
+    with fxpipe.compile(model, TWO, chunks=2) as pipe, told() as said:
+        pipe(torch.randn(8, 6))
+        model.eval()
+        pipe(torch.randn(8, 6))
+        pipe(torch.randn(6, 6))
+    (text,) = said
+    assert "output depends on the state that an earlier call leaves in" in text
+    assert len(pipe.compilations) > 1
