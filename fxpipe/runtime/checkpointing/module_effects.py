@@ -177,7 +177,9 @@ class _WrittenState:
 
     In the second call the module writes to copies: a batch norm must not count a batch twice, and a
     module that reads a buffer must read the same value again. The first call in each mode (training
-    or not, of each submodule) notices which tensors are written to; their names are remembered.
+    or not, of each submodule, which buffers it has, and by which numbers it computes: a batch norm
+    may lose its statistics, or get another momentum) notices which tensors are written to; their
+    names are remembered.
     An accelerator says which buffers have changed only once it has done that call: until then every
     call keeps copies of all buffers.
 
@@ -198,7 +200,7 @@ class _WrittenState:
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
         self.module = module
         self.standing_in: set[int] = set()  # memory of parameters' copies in as_before()
-        self.mode = tuple([each.training for each in modules])
+        self.mode = tuple([_mode_of(each) if each._buffers else each.training for each in modules])
         written = self._known.setdefault(module, {}).get(self.mode)
         known = None if written is None else written.settled()
         self._is_learning = known is None
@@ -325,6 +327,24 @@ class _WrittenState:
                 parameter.data = now
             for own, now_there in assigned:
                 refill(own, now_there)
+
+
+_NUMBERS = bool, int, float, type(None)
+
+
+def _mode_of(module: nn.Module) -> tuple[Any, ...]:
+    """What decides which buffers a module with buffers writes to: whether it is in training, which
+    of them it has, and the numbers among its attributes.
+
+    A user's module may count its calls in such an attribute, and is watched in each call anyway.
+    """
+    has = [name for name, buffer in module._buffers.items() if buffer is not None]
+    of = {} if is_users_type(type(module)) else vars(module)
+    return (
+        *has,
+        *[(name, value) for name, value in of.items() if type(value) in _NUMBERS],
+        module.training,
+    )
 
 
 @dataclass(frozen=True)

@@ -209,3 +209,54 @@ def test_a_call_with_checkpoints_changes_what_a_loop_does(kind, checkpoint):
             assert is_same(state(model), state(other))
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(one.grad, its.grad) for one, its in pairs)
+
+
+def without_statistics(norm):
+    norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+
+
+def with_statistics(norm):
+    norm.track_running_stats = True
+    norm.running_mean, norm.running_var = torch.zeros(8), torch.ones(8)
+
+
+def untracked(norm):
+    norm.track_running_stats = False
+
+
+def tracked(norm):
+    norm.track_running_stats = True
+
+
+def without_momentum(norm):
+    norm.momentum = 0.0
+
+
+def with_momentum(norm):
+    norm.momentum = 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (with_statistics, without_statistics),
+        (without_statistics, with_statistics),
+        (untracked, tracked),
+        (without_momentum, with_momentum),
+    ],
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.parametrize("checkpoint", ["always", "selective"])
+def test_a_batch_norm_that_changes_how_it_computes_counts_each_batch_once(first, then, checkpoint):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    other, options = copy.deepcopy(model), {"checkpoint": checkpoint, "loss_fn": F.mse_loss}
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, **options) as pipe:
+        for change, (x, target) in zip((first, then, first, then), batches(), strict=False):
+            change(model[1])
+            change(other[1])
+            pipe.step(x, target=target)
+            for part, its in zip(x.chunk(3), target.chunk(3), strict=True):
+                (F.mse_loss(other(part), its) / 3).backward()
+            pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+            assert all(torch.equal(one, its) for one, its in pairs)
