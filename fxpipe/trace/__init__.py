@@ -365,6 +365,9 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         )
     if references:
         reasons += outside.reasons(example)
+    if made := checks.made_buffers(example):
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise TraceError(f"{made}. No front end can trace it as it is:\n{listed}") from last
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
         + "\n".join(f"  {reason}" for reason in reasons)

@@ -152,6 +152,41 @@ def refuse_what_is_done_once(model: nn.Module, call: Callable[[], object]) -> No
         )
 
 
+def made_buffers(example: Example) -> str:
+    """What to say of a model that makes buffers in its first call, or replaces them by others of
+    another shape or type, and leaves them so in a call on another number of rows; "" for any other
+    model.
+
+    No operator does this. Buffers that follow the number of rows are made in every call: to call
+    such a model ahead of compiling it would not help.
+    """
+    model = example.model
+    sizes = (example.batch, *_few_rows(example.batch))
+    with suppressed(), untouched(model), parameters_put_back(model), torch.no_grad():
+        seen = [_looks_of_buffers(model)]
+        for size in sizes[:2]:
+            example.call(example.tensors if size is None else example.resized(size))
+            seen.append(_looks_of_buffers(model))
+        before, after, last = seen[0], seen[1], seen[-1]
+        names = [name for name, looks in after.items() if before.get(name) != looks]
+        if not names or after != last:
+            return ""
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        does = "replaces" if names[0] in before else "makes"
+        how = " by one of another shape or type" if names[0] in before else ""
+        return (
+            f"{type(model).__name__} {does} the buffer {names[0]}{others} in its forward{how}, "
+            "which no graph has: call the model once ahead of fxpipe.compile, with the longest "
+            "inputs that it is to get, so that the buffer is there; or keep it in an attribute "
+            "that is no buffer"
+        )
+    return ""
+
+
+def _looks_of_buffers(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
+
+
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
@@ -331,5 +366,5 @@ def _structure(value: Any) -> str:
     """A value's outermost type with its keys or its length, for messages: ``tuple of 2``."""
     name = type(value).__name__
     if isinstance(value, dict):
-        return f"{name} of {', '.join(map(str, value))}"
+        return f"{name} of {', '.join(map(str, value)) or 'nothing'}"
     return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name

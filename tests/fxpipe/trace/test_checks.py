@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxpipe
 from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.trace import TraceError, checks, export, regions, trace
 from fxpipe.trace.example import Example
@@ -231,3 +232,62 @@ def test_a_mistake_where_operators_are_enclosed_is_raised_as_it_is(monkeypatch) 
     monkeypatch.setattr(export, "enclose_unknown_sizes", wrong)
     with pytest.raises(KeyError, match="a bug"):
         trace(nn.Sequential(Chosen(), nn.Linear(8, 8)), (x(),), tracer="export")
+
+
+class Masked(nn.Module):
+    """Keeps a mask in a buffer, which grows with the longest input so far."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        mask = None if size is None else torch.ones(size, size).tril()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if self.mask is None or self.mask.shape[0] < n:
+            self.mask = torch.ones(n, n).tril()
+        return self.last(self.mask[:n, :n] @ self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("size", "does"),
+    [
+        (None, "makes the buffer 0.mask and 1 more in its forward,"),
+        (3, "replaces the buffer 0.mask and 1 more in its forward by one of another shape"),
+    ],
+    ids=["none", "shorter"],
+)
+@pytest.mark.parametrize("tracer", ["auto", "symbolic", "export"])
+def test_of_a_buffer_that_is_made_in_the_forward_it_is_said_what_to_do(size, does, tracer) -> None:
+    model = nn.Sequential(Masked(size), Masked(size))
+    long, short = torch.randn(4, 6, 4), torch.randn(4, 5, 4)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer)
+    with pytest.raises(TraceError, match=f"{does}.*call the model once ahead of fxpipe.compile"):
+        pipe(long)
+    assert model[0].mask is None or model[0].mask.shape == (3, 3)
+    if tracer == "symbolic":
+        return  # it has no sizes, on which the model's condition depends
+    model(long)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        for x in long, short:
+            torch.testing.assert_close(pipe(x), model(x))
+
+
+class Last(nn.Module):
+    """Keeps its last input in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        return self.second(self.first(x))
+
+
+def test_a_buffer_that_follows_the_rows_is_not_said_to_be_made_by_one_call() -> None:
+    with pytest.raises(TraceError, match="dict of nothing in place of dict of last") as caught:
+        trace(Last(), (torch.randn(4, 4),))
+    assert "once ahead" not in str(caught.value)
