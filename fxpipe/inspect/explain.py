@@ -34,6 +34,7 @@ from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.suggestions import Suggesting, Suggestion
+from fxpipe.inspect.work import Work
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import COST, GAP
@@ -153,21 +154,23 @@ class Explaining:
             "Where the batch is": [*filter(None, [self.aside]), *self._batch()],
             "How it was traced": self._trace(),
             "What is kept whole": self._whole(),
-            "Where it is cut": self._cut(),
         }
-        if self.compilations:
-            said["What compiling has taken"] = [_compiling(self.compilations)]
         compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
         now, why = _plan_of(compiled.as_it_is)
+        placement = [stage.lane for stage in self.stages]
+        work = Work.of(None if now is None else now.timeline, self.mode.costs, placement)
+        said["Where it is cut"] = self._cut(work)
+        if self.compilations:
+            said["What compiling has taken"] = [_compiling(self.compilations)]
         if now is None:
             said["What limits the speed"] = [
                 f"No {self._run} can be predicted: {why}.",
                 *self._measured(None),
-                *self._advice,
+                *self._advice(work),
             ]
             return Explanation(title, said)
         found = Suggesting(compiled, now, self.options.call).found
-        said["What limits the speed"] = self._speed(compiled, now)
+        said["What limits the speed"] = self._speed(compiled, now, work)
         said["What it needs of memory"] = self._memory(compiled, now)
         said["What would help"] = self._help(found, compiled, now)
         return Explanation(f"{title}, {now.schedule.name}", said, found)
@@ -300,13 +303,14 @@ class Explaining:
             sentences.append(f"There are {len(found) - SHOWN} more, with less of the time.")
         return sentences or ["Nothing beside single layers and operators, none of them too large."]
 
-    def _cut(self) -> list[str]:
+    def _cut(self, work: Work) -> list[str]:
         """What is in each stage, and how good the cut is."""
-        total = sum(stage.cost.seconds for stage in self.stages) or 1.0
+        total = sum(work.stages) or 1.0
+        of_loss = f", of which the loss takes {work.loss / total:.0%}" if work.loss else ""
         sentences = [
-            f"Stage {stage.index} on {stage.device}, {stage.cost.seconds / total:.0%} of the time: "
-            f"{stage.contains}."
-            for stage in self.stages
+            f"Stage {stage.index} on {stage.device}, {seconds / total:.0%} of the time"
+            f"{of_loss * (stage.index == len(self.stages) - 1)}: {stage.contains}."
+            for stage, seconds in zip(self.stages, work.stages, strict=True)
         ]
         gap = self.mode.model_graph.meta.get(GAP)
         if gap is not None:
@@ -320,7 +324,7 @@ class Explaining:
             sentences.append(f"What stages {what} (checkpoint): {kept}.")
         return sentences
 
-    def _speed(self, compiled: Replanned, now: Plan) -> list[str]:
+    def _speed(self, compiled: Replanned, now: Plan, work: Work) -> list[str]:
         """How long a step or a call takes, and what of that is due to what."""
         step, lanes = now.timeline, len(self.options.lanes)
         whole = step.makespan
@@ -387,7 +391,7 @@ class Explaining:
                 if kept is None
                 else f"To recompute activations costs {1 - kept.seconds / whole:.0%} of the {run}."
             )
-        sentences += self._advice
+        sentences += self._advice(work)
         sentences += self._measured(now)
         if self.measured is None:
             needs = "" if self._calls.has_loss or not training else ", which need loss_fn="
@@ -564,11 +568,9 @@ class Explaining:
     def _calls(self) -> PrintedCalls:
         return PrintedCalls(self.model, self.options, self.mode)
 
-    @property
-    def _advice(self) -> list[str]:
+    def _advice(self, work: Work) -> list[str]:
         """Which part of the model makes the cut uneven, if it is."""
-        times = [cost.seconds for cost in self.mode.costs]
-        return [_sentence(line) for line in advice(self.mode.model_graph, times)]
+        return [_sentence(line) for line in advice(self.mode.model_graph, work)]
 
     def _on(self, lane: int) -> str:
         """The stages of a lane, in words."""

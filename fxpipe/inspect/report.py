@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.inspect.batch_statistics import caution
+from fxpipe.inspect.work import Work
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -222,10 +223,9 @@ class Report:
 
     @property
     def _advice(self) -> list[str]:
-        times = [cost.seconds for cost in self.costs]
-        more = self._more_chunks(USUAL * len(times))
+        more = self._more_chunks(USUAL * len(self.costs))
         then = self.step(more) if more > self.chunks else None
-        found = advice(self.model_graph, times)
+        found = advice(self.model_graph, Work.of(self.timeline, self.costs, self.placement))
         is_fastest = self.was_chosen and isinstance(self.choice, Choice)
         if then is not None and self.timeline is not None and not is_fastest:
             more_chunks = bubble_advice(self.timeline.bubble, then.bubble, more)
@@ -277,30 +277,37 @@ def _checkpointed(gm: fx.GraphModule) -> list[str]:
     return found
 
 
-def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
+def advice(gm: fx.GraphModule, work: Work) -> list[str]:
     """Advice on an uneven cut, which names the part of the model that limits it; an empty list if
-    the cut is even.
-
-    ``times``: the seconds of each stage for a mini-batch.
-    """
-    total, count = sum(times), len(times)
-    slowest = max(range(count), key=times.__getitem__)
-    if times[slowest] * count < UNEVEN * total or not total:
+    lanes work about as much as each other."""
+    times, lanes = work.of_lanes, len(work.of_lanes)
+    total, slowest = sum(times), max(range(lanes), key=times.__getitem__)
+    is_uneven = all(of[slowest] * lanes >= UNEVEN * sum(of) for of in (times, work.busy))
+    if not total or not is_uneven:
         return []
-    found = f"stage {slowest} takes {times[slowest] / total:.0%} of the time"
-    work = [node for node in stage_nodes(gm.graph) if node.meta.get(STAGE) == slowest]
-    nodes = max(pieces(work), key=_seconds)
-    piece = Piece(nodes, _seconds(nodes) / total)
-    if piece.share * count >= UNEVEN:
+    own = work.stages_of(slowest)
+    stages, are_several = " and ".join(map(str, own)), len(own) > 1
+    found = f"stage{'s' * are_several} {stages} take{'s' * (not are_several)} "
+    found += f"{times[slowest] / total:.0%} of the time"
+    within = [node for node in stage_nodes(gm.graph) if node.meta.get(STAGE) in own]
+    nodes = max(pieces(within), key=_seconds)
+    of_nodes = _seconds([*stage_nodes(gm.graph)]) or 1.0
+    piece = Piece(nodes, _seconds(nodes) / of_nodes * (1 - work.loss / total))
+    if piece.share * lanes >= UNEVEN:
         why, help = piece.reason
+        parts = "stages" if lanes == len(work.stages) else "lanes"
         return [
             f"{found}: the cut is limited by {piece.name}, with {piece.share:.0%} in one piece; no "
-            f"cut into {int(1 / piece.share) + 1} stages or more can be even, since {why}; {help}"
+            f"cut into {int(1 / piece.share) + 1} {parts} or more can be even, since {why}; {help}"
         ]
+    name, share = piece.name, piece.share
+    if len(work.stages) - 1 in own and work.loss > share * total:
+        name, share = "the loss", work.loss / total
     wish = "" if GAP in gm.meta else '; partition="auto" looks for a more even cut'
+    them, whose = ("them", "their") if are_several else ("it", "its")
     return [
-        f"{found}, and all others wait for it; its largest part is {piece.name}, with "
-        f"{piece.share:.0%}{wish}"
+        f"{found}, and all others wait for {them}; {whose} largest part is {name}, with "
+        f"{share:.0%}{wish}"
     ]
 
 

@@ -795,3 +795,23 @@ def test_why_a_loss_is_not_predicted_although_an_example_of_its_target_is_given_
     why = "which the prediction knows nothing: loss_fn does not run on tensors without values: "
     assert why in found
     assert "example_target= lets it be counted" not in found
+
+
+def test_shares_of_stages_and_what_lanes_work_are_the_same_figures():
+    """The loss takes about as long as what the last stage has less of the model."""
+    model, x = layers(4, 256), torch.randn(64, 256)
+
+    def loss_fn(output, target):
+        return sum(F.mse_loss(output.cos().sin(), target + i) for i in range(3))
+
+    options = {"loss_fn": loss_fn, "example_target": torch.zeros(64, 256)}
+    explanation = explained(model, (x,), chunks=2, **options)
+    cut, speed = said(explanation, "Where it is cut"), said(explanation, "What limits the speed")
+    shares = [int(share) for share in re.findall(r"(\d+)% of the time", cut)]
+    assert sum(shares) in (99, 100, 101) and re.search(r", of which the loss takes \d+%: ", cut)
+    works = re.search(
+        r"is predicted to work most, (\S+) .s, and the mean of all is (\S+) .s", speed
+    )
+    times = 1.0 if works is None else float(works[1]) / float(works[2])
+    assert max(shares) / 50 == pytest.approx(times, abs=0.02)
+    assert ("wait for it" in speed) == (times >= 1.2)

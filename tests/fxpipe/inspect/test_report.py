@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.inspect.report import advice, bubble_advice
+from fxpipe.inspect.work import Work
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -45,7 +47,8 @@ def cut(*stages):
             next(work).meta.update(
                 {STAGE: stage, COST: Cost(forward_s=s / 3, backward_s=s * 2 / 3)}
             )
-    return gm, [float(sum(seconds)) for seconds in stages]
+    times = tuple(float(sum(seconds)) for seconds in stages)
+    return gm, Work(times, times, range(len(times)))
 
 
 def test_an_even_cut_with_enough_micro_batches_needs_no_advice():
@@ -63,23 +66,47 @@ def test_a_node_that_is_too_large_for_any_even_cut_is_named():
 
 
 def test_nodes_that_have_to_stay_together_limit_the_cut_together():
-    gm, times = cut((2, 2), (1,), (1,))
-    assert "limited" not in advice(gm, times)[0], "two pieces of 33% each"
+    gm, work = cut((2, 2), (1,), (1,))
+    assert "limited" not in advice(gm, work)[0], "two pieces of 33% each"
     for node in list(stage_nodes(gm.graph))[:2]:
         node.meta[ALIAS] = 0
-    (line,) = advice(gm, times)
+    (line,) = advice(gm, work)
     assert "limited by 'tanh' and 1 more that stay with it, with 67% in one piece" in line
 
 
 def test_a_cut_that_could_be_more_even_is_said_to_be_so_unless_it_was_searched_for():
-    gm, times = cut((3, 3, 3), (3,))
-    (line,) = advice(gm, times)
+    gm, work = cut((3, 3, 3), (3,))
+    (line,) = advice(gm, work)
     assert line == (
         "stage 0 takes 75% of the time, and all others wait for it; its largest part is 'tanh', "
         'with 25%; partition="auto" looks for a more even cut'
     )
     gm.meta[GAP] = 0.0
-    assert "auto" not in advice(gm, times)[0]
+    assert "auto" not in advice(gm, work)[0]
+
+
+def test_no_stage_is_waited_for_where_the_loss_makes_lanes_even():
+    gm, work = cut((3, 3), (2, 1))
+    assert "stage 0 takes 67% of the time" in advice(gm, work)[0]
+    assert advice(gm, Work((6.0, 6.0), (6.0, 6.0), (0, 1), loss=3.0)) == []
+    assert advice(gm, replace(work, busy=(6.0, 6.0))) == [], "the optimizer makes them even"
+
+
+def test_a_loss_that_is_the_largest_part_is_named():
+    gm, _ = cut((1, 1), (1, 1))
+    (line,) = advice(gm, Work((2.0, 8.0), (2.0, 8.0), (0, 1), loss=6.0))
+    assert line.startswith(
+        "stage 1 takes 80% of the time, and all others wait for it; its largest part is the loss, "
+        "with 60%"
+    )
+
+
+def test_stages_of_one_lane_are_waited_for_together():
+    gm, work = cut((2,), (1,), (1,), (2,))
+    assert advice(gm, replace(work, busy=(3.0, 3.0), placement=(0, 1, 0, 1))) == []
+    (line,) = advice(gm, replace(work, busy=(4.0, 2.0), placement=(0, 1, 1, 0)))
+    assert line.startswith("stages 0 and 3 take 67% of the time, and all others wait for them")
+    assert "their largest part is 'tanh', with 33%" in line
 
 
 def test_more_micro_batches_are_advised_where_they_are_worth_it():
