@@ -31,10 +31,12 @@ def refuse_shared_memory(
         values: those of the placeholders.
         targets: the tensors in the target of a step.
     """
-    placeholders = mode.stage_graph.graph.find_nodes(op="placeholder")
+    # Behind those of the inputs there may be one for the seed.
+    placeholders = mode.stage_graph.graph.find_nodes(op="placeholder")[: len(values)]
+    names = [node.name for node in placeholders]
     for place in mode.written_inputs:
-        own, said = values[place], placeholders[place].name
-        others = ((node.name, v) for node, v in zip(placeholders, values, strict=True))
+        own, said = values[place], names[place]
+        others = zip(names, values, strict=True)
         of_inputs = ((other, f"the input {other!r}", v) for other, v in others if v is not own)
         of_targets = (("target", "the target", value) for value in targets)
         for other, what, value in chain(of_inputs, of_targets):

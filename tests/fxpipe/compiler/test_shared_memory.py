@@ -18,13 +18,14 @@ TWO = ["cpu", "cpu"]
 class Shifts(nn.Module):
     """Writes to its first input, and then reads the second one."""
 
-    def __init__(self):
+    def __init__(self, rate=0.0):
         super().__init__()
         self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.dropout = nn.Dropout(rate)
 
     def forward(self, x, y):
         x.add_(1)
-        return self.b(self.a(x).relu()) + y.sum(1, keepdim=True)
+        return self.b(self.dropout(self.a(x).relu())) + y.sum(1, keepdim=True)
 
 
 class Normalises(nn.Module):
@@ -49,11 +50,12 @@ VIEWS = {
 }
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_an_input_that_is_a_view_of_one_that_is_written_to_is_refused(view):
+def test_an_input_that_is_a_view_of_one_that_is_written_to_is_refused(view, rate):
     x = torch.rand(8, 6)
     given = x.clone()
-    with fxpipe.compile(Shifts(), TWO, chunks=4) as pipe:
+    with fxpipe.compile(Shifts(rate), TWO, chunks=4) as pipe:
         with pytest.raises(ValueError, match="writes to its input 'x' in place, and the input 'y'"):
             pipe(x, view(x))
         assert torch.equal(x, given)
