@@ -94,7 +94,7 @@ class Runner:
         except TypeError as error:
             note_misnamed(error, self.compiler.model.forward, kwargs)
             raise
-        refuse_shared_memory(mode, type(self.compiler.model).__name__, values)
+        refuse_shared_memory(mode, self.compiler.model, values)
         is_dual = is_forward_mode() and not transforms() and any(map(has_tangent, values))
         if is_dual and torch.is_grad_enabled():
             raise RuntimeError(
@@ -137,7 +137,7 @@ class Runner:
         batch = MiniBatch((args, kwargs), readings, target)
         self._step, wanted = self.compiler.step(mode, chunks, batch)
         leaves = wanted.leaves
-        refuse_shared_memory(mode, type(self.compiler.model).__name__, values, leaves)
+        refuse_shared_memory(mode, self.compiler.model, values, leaves)
         self._last = self._trained = mode, chunks
         self._tell_of_lost_gradients("input", values)
         self._tell_of_lost_gradients("target", leaves)

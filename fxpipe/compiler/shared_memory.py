@@ -16,18 +16,20 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from torch import nn
+
 from fxpipe.compiler.compiled import Mode
 from fxpipe.ir.tensors import overlap, tensors_of
 
 
 def refuse_shared_memory(
-    mode: Mode, name: str, values: Sequence[Any], targets: Sequence[Any] = ()
+    mode: Mode, model: nn.Module, values: Sequence[Any], targets: Sequence[Any] = ()
 ) -> None:
-    """Raise ValueError if the model writes to an input that shares memory with another input, or
-    with a target. One tensor that is given for several arguments is one within the model, too.
+    """Raise ValueError if the model writes to an input that shares memory with another input, with
+    a target, or with a parameter or a buffer of the model. One tensor that is given for several
+    arguments is one within the model, too.
 
     Args:
-        name: the class of the model.
         values: those of the placeholders.
         targets: the tensors in the target of a step.
     """
@@ -39,11 +41,13 @@ def refuse_shared_memory(
         others = zip(names, values, strict=True)
         of_inputs = ((other, f"the input {other!r}", v) for other, v in others if v is not own)
         of_targets = (("target", "the target", value) for value in targets)
-        for other, what, value in chain(of_inputs, of_targets):
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        of_model = ((said, f"the model's {name!r}", tensor) for name, tensor in tensors)
+        for other, what, value in chain(of_inputs, of_targets, of_model):
             if any(overlap(a, b) for a in tensors_of(own) for b in tensors_of(value)):
                 raise ValueError(
-                    f"{name} writes to its input {said!r} in place, and {what} has the same "
-                    f"memory: it would change with {said!r} in the model, and does not in a "
-                    f"pipeline, which writes to copies. Give {other}.clone(), which keeps the "
+                    f"{type(model).__name__} writes to its input {said!r} in place, and {what} has "
+                    f"the same memory: it would change with {said!r} in the model, and does not in "
+                    f"a pipeline, which writes to copies. Give {other}.clone(), which keeps the "
                     f"values of before, or write to a clone of {said!r} in the model"
                 )

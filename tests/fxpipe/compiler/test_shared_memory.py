@@ -109,3 +109,22 @@ def test_one_tensor_for_two_arguments_is_written_to(tracer):
         outputs = pipe(x, x)
     assert same(outputs, torch.cat([loop(part, part) for part in other.chunk(4)]))
     assert torch.equal(x, other)
+
+
+class Remembers(Normalises):
+    """Adds what it has been given first."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.register_buffer("first", first)
+
+    def forward(self, x):
+        return super().forward(x) + self.first
+
+
+def test_an_input_with_the_memory_of_a_buffer_is_refused():
+    x = torch.rand(8, 6)
+    with fxpipe.compile(Remembers(x[0]), TWO, chunks=4) as pipe:
+        with pytest.raises(ValueError, match="and the model's 'first' has the same memory"):
+            pipe(x)
+        pipe(x.clone())
