@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Mode
 from fxpipe.ir.tensors import overlap, tensors_of
+from fxpipe.runtime.apart import Apart
 
 
 def refuse_shared_memory(
@@ -44,10 +45,16 @@ def refuse_shared_memory(
         tensors = chain(model.named_parameters(), model.named_buffers())
         of_model = ((said, f"the model's {name!r}", tensor) for name, tensor in tensors)
         for other, what, value in chain(of_inputs, of_targets, of_model):
-            if any(overlap(a, b) for a in tensors_of(own) for b in tensors_of(value)):
+            if any(overlap(a, b) for a in _whole(own) for b in _whole(value)):
                 raise ValueError(
                     f"{type(model).__name__} writes to its input {said!r} in place, and {what} has "
                     f"the same memory: it would change with {said!r} in the model, and does not in "
                     f"a pipeline, which writes to copies. Give {other}.clone(), which keeps the "
                     f"values of before, or write to a clone of {said!r} in the model"
                 )
+
+
+def _whole(value: Any) -> list[Tensor]:
+    """The tensors in a value, but for those of which the stages have the parts: nobody else has
+    their memory."""
+    return [t for t in tensors_of(value) if not (isinstance(t, Apart) and t.is_in_parts)]
