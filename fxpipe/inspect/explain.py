@@ -33,8 +33,8 @@ from fxpipe.inspect.against import (
 from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
+from fxpipe.inspect.step_work import StepWork
 from fxpipe.inspect.suggestions import Suggesting, Suggestion
-from fxpipe.inspect.work import Work
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import COST, GAP
@@ -158,7 +158,7 @@ class Explaining:
         compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
         now, why = _plan_of(compiled.as_it_is)
         placement = [stage.lane for stage in self.stages]
-        work = Work.of(None if now is None else now.timeline, self.mode.costs, placement)
+        work = StepWork.of(None if now is None else now.timeline, self.mode.costs, placement)
         said["Where it is cut"] = self._cut(work)
         if self.compilations:
             said["What compiling has taken"] = [_compiling(self.compilations)]
@@ -303,7 +303,7 @@ class Explaining:
             sentences.append(f"There are {len(found) - SHOWN} more, with less of the time.")
         return sentences or ["Nothing beside single layers and operators, none of them too large."]
 
-    def _cut(self, work: Work) -> list[str]:
+    def _cut(self, work: StepWork) -> list[str]:
         """What is in each stage, and how good the cut is."""
         total = sum(work.stages) or 1.0
         of_loss = f", of which the loss takes {work.loss / total:.0%}" if work.loss else ""
@@ -324,7 +324,7 @@ class Explaining:
             sentences.append(f"What stages {what} (checkpoint): {kept}.")
         return sentences
 
-    def _speed(self, compiled: Replanned, now: Plan, work: Work) -> list[str]:
+    def _speed(self, compiled: Replanned, now: Plan, work: StepWork) -> list[str]:
         """How long a step or a call takes, and what of that is due to what."""
         step, lanes = now.timeline, len(self.options.lanes)
         whole = step.makespan
@@ -568,7 +568,7 @@ class Explaining:
     def _calls(self) -> PrintedCalls:
         return PrintedCalls(self.model, self.options, self.mode)
 
-    def _advice(self, work: Work) -> list[str]:
+    def _advice(self, work: StepWork) -> list[str]:
         """Which part of the model makes the cut uneven, if it is."""
         return [_sentence(line) for line in advice(self.mode.model_graph, work)]
 

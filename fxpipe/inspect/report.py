@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.inspect.batch_statistics import caution
-from fxpipe.inspect.work import Work
+from fxpipe.inspect.step_work import StepWork
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -225,7 +225,7 @@ class Report:
     def _advice(self) -> list[str]:
         more = self._more_chunks(USUAL * len(self.costs))
         then = self.step(more) if more > self.chunks else None
-        found = advice(self.model_graph, Work.of(self.timeline, self.costs, self.placement))
+        found = advice(self.model_graph, StepWork.of(self.timeline, self.costs, self.placement))
         is_fastest = self.was_chosen and isinstance(self.choice, Choice)
         if then is not None and self.timeline is not None and not is_fastest:
             more_chunks = bubble_advice(self.timeline.bubble, then.bubble, more)
@@ -277,7 +277,7 @@ def _checkpointed(gm: fx.GraphModule) -> list[str]:
     return found
 
 
-def advice(gm: fx.GraphModule, work: Work) -> list[str]:
+def advice(gm: fx.GraphModule, work: StepWork) -> list[str]:
     """Advice on an uneven cut, which names the part of the model that limits it; an empty list if
     lanes work about as much as each other."""
     times, lanes = work.of_lanes, len(work.of_lanes)

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.inspect.report import advice, bubble_advice
-from fxpipe.inspect.work import Work
+from fxpipe.inspect.step_work import StepWork
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -48,7 +48,7 @@ def cut(*stages):
                 {STAGE: stage, COST: Cost(forward_s=s / 3, backward_s=s * 2 / 3)}
             )
     times = tuple(float(sum(seconds)) for seconds in stages)
-    return gm, Work(times, times, range(len(times)))
+    return gm, StepWork(times, times, range(len(times)))
 
 
 def test_an_even_cut_with_enough_micro_batches_needs_no_advice():
@@ -88,13 +88,13 @@ def test_a_cut_that_could_be_more_even_is_said_to_be_so_unless_it_was_searched_f
 def test_no_stage_is_waited_for_where_the_loss_makes_lanes_even():
     gm, work = cut((3, 3), (2, 1))
     assert "stage 0 takes 67% of the time" in advice(gm, work)[0]
-    assert advice(gm, Work((6.0, 6.0), (6.0, 6.0), (0, 1), loss=3.0)) == []
+    assert advice(gm, StepWork((6.0, 6.0), (6.0, 6.0), (0, 1), loss=3.0)) == []
     assert advice(gm, replace(work, busy=(6.0, 6.0))) == [], "the optimizer makes them even"
 
 
 def test_a_loss_that_is_the_largest_part_is_named():
     gm, _ = cut((1, 1), (1, 1))
-    (line,) = advice(gm, Work((2.0, 8.0), (2.0, 8.0), (0, 1), loss=6.0))
+    (line,) = advice(gm, StepWork((2.0, 8.0), (2.0, 8.0), (0, 1), loss=6.0))
     assert line.startswith(
         "stage 1 takes 80% of the time, and all others wait for it; its largest part is the loss, "
         "with 60%"

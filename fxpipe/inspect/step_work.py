@@ -11,7 +11,7 @@ from fxpipe.schedule.simulator import LOSS, LOSS_BACKWARD
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """How long stages and lanes work in a step, in seconds.
 
     Attributes:
@@ -27,13 +27,13 @@ class Work:
     loss: float = 0.0
 
     @staticmethod
-    def of(step: Timeline | None, costs: Sequence[Cost], placement: Sequence[int]) -> Work:
+    def of(step: Timeline | None, costs: Sequence[Cost], placement: Sequence[int]) -> StepWork:
         """That of a predicted step; or, if there is none, what the costs of the stages say, which
         know nothing of a loss."""
         if step is None:
             times = [cost.seconds for cost in costs]
-            work = Work(tuple(times), (), placement)
-            return Work(work.stages, work.of_lanes, placement)
+            work = StepWork(tuple(times), (), placement)
+            return StepWork(work.stages, work.of_lanes, placement)
         seconds, loss = [0.0] * len(costs), 0.0
         for span in step.spans:
             if span.action is not None:
@@ -41,7 +41,7 @@ class Work:
             elif span.name in (LOSS, LOSS_BACKWARD):
                 loss += span.seconds
         seconds[-1] += loss
-        return Work(tuple(seconds), step.busy, placement, loss)
+        return StepWork(tuple(seconds), step.busy, placement, loss)
 
     @property
     def of_lanes(self) -> tuple[float, ...]:
