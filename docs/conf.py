@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
         r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|concurrent|contextlib|datetime|fractions|types)\..*",
     ),
     (r"py:.*", r".*\.[A-Z]"),  # type variables
-    (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|.*\._\w+"),
+    (r"py:.*", r"fxpipe\.(runtime|compiler|inspect\.step_work)\..*|.*\._\w+"),
     (r"py:.*", r"passes\.(partition\.(problem|cut|shift)|verify\.visit|common\.shapes)\..*"),
 ]
 
