@@ -34,6 +34,8 @@ def refuse_shared_memory(
         values: those of the placeholders.
         targets: the tensors in the target of a step.
     """
+    if not mode.written_inputs:
+        return  # of most models, ahead of each call
     # Behind those of the inputs there may be one for the seed.
     placeholders = mode.stage_graph.graph.find_nodes(op="placeholder")[: len(values)]
     names = [node.name for node in placeholders]
