@@ -33,7 +33,7 @@ from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.views import Views
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.counts import count
-from fxpipe.ir.graph import WRITTEN
+from fxpipe.ir.graph import written_inputs
 from fxpipe.ir.options import note_misnamed, options_of
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
@@ -390,8 +390,7 @@ class Pipeline(ModelProxy):
             )
         else:
             _, values, unrolled = self._runner.ready(args, kwargs)
-        inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
-        written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
+        written = written_inputs(unrolled.graph_module.graph)
         timelines = []
         for number in range(rounds + 1):  # the first is to warm up
             report_progress(f"step {number} of {rounds}" if number else "warm-up")

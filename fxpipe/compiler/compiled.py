@@ -16,7 +16,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
-from fxpipe.ir.graph import WRITTEN
+from fxpipe.ir.graph import written_inputs
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.batches import Batches
 from fxpipe.meaning.left_out import LabelWatch
@@ -269,10 +269,9 @@ class Mode:
         return self.rows or batch_size(values, self.in_dims)
 
     @cached_property
-    def written_inputs(self) -> tuple[int, ...]:
-        """The places of the placeholders of inputs that the model writes to."""
-        inputs = self.stage_graph.graph.find_nodes(op="placeholder")
-        return tuple(place for place, node in enumerate(inputs) if WRITTEN in node.meta)
+    def written_inputs(self) -> list[int]:
+        """The places, among the inputs of the stage graph, of those to which the model writes."""
+        return written_inputs(self.stage_graph.graph)
 
     @property
     def states(self) -> frozenset[int]:

@@ -45,10 +45,10 @@ class StepWork:
 
     @property
     def of_lanes(self) -> tuple[float, ...]:
-        """The seconds of each lane's stages."""
+        """For each lane, the seconds that its stages work in a step, added up."""
         lanes = range(1 + max(self.placement))
         return tuple(sum(self.stages[i] for i in self.stages_of(lane)) for lane in lanes)
 
     def stages_of(self, lane: int) -> list[int]:
-        """The stages of a lane."""
+        """The numbers of the stages that run on a lane, given by its number."""
         return [i for i, its in enumerate(self.placement) if its == lane]

@@ -85,6 +85,12 @@ def add_input(graph: fx.Graph, name: str, *default: Any) -> fx.Node:
     return node
 
 
+def written_inputs(graph: fx.Graph) -> list[int]:
+    """The places, among the inputs of a graph, of those to which the model writes."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [place for place, node in enumerate(inputs) if WRITTEN in node.meta]
+
+
 def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
     """Update the names of nodes within metadata. ``names``: the new name by each old one."""
     for node in graph.nodes if names else ():
