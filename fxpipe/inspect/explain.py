@@ -282,6 +282,13 @@ class Explaining:
             f"The graph is for {calls}; another call is compiled anew. print(pipe.guards) has the "
             "attributes of the model that it depends on, too."
         )
+        fixed = [line for guard in guards.shapes for line in guard.constants]
+        if fixed:
+            sentences += [_sentence(line) for line in fixed]
+            sentences.append(
+                "A call with another size there is compiled by itself: where sizes vary, pad to few "
+                "of them, multiples of 64 say."
+            )
         if self.mode.why_one_size:
             sentences.append("It is for this batch size only, because for any size there was none:")
             sentences += [f"    {line}" for line in self.mode.why_one_size.splitlines()]

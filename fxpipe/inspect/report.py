@@ -100,11 +100,11 @@ class Report:
     @property
     def rows(self) -> list[list[tuple[float | str, str]]]:
         """The rows of the table. Each cell is a pair: the value, by which to sort, and its text."""
-        total = sum(cost.seconds for cost in self.costs)
+        total = sum(self._work.stages)
         idle = self._idle
         rows = []
-        for i, (device, cost) in enumerate(zip(self.devices, self.costs, strict=True)):
-            seconds = cost.seconds
+        each = zip(self.devices, self.costs, self._work.stages, strict=True)
+        for i, (device, cost, seconds) in enumerate(each):
             waits = idle[self.placement[i]] if idle else None
             sizes = (
                 cost.param_bytes,
@@ -125,6 +125,11 @@ class Report:
     def timeline(self) -> Timeline | None:
         """The predicted training step; None if the schedule cannot run."""
         return self.step(self.chunks)
+
+    @cached_property
+    def _work(self) -> StepWork:
+        """How long the stages work in the predicted step, the last one with the loss."""
+        return StepWork.of(self.timeline, self.costs, self.placement)
 
     @property
     def _idle(self) -> list[float]:
@@ -225,7 +230,7 @@ class Report:
     def _advice(self) -> list[str]:
         more = self._more_chunks(USUAL * len(self.costs))
         then = self.step(more) if more > self.chunks else None
-        found = advice(self.model_graph, StepWork.of(self.timeline, self.costs, self.placement))
+        found = advice(self.model_graph, self._work)
         is_fastest = self.was_chosen and isinstance(self.choice, Choice)
         if then is not None and self.timeline is not None and not is_fastest:
             more_chunks = bubble_advice(self.timeline.bubble, then.bubble, more)

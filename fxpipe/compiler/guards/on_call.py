@@ -126,8 +126,18 @@ class ShapeGuard:
         if len(now) == len(self.shape):
             for i in self.changed(tensor):
                 if i in self.reasons:
-                    return f"{said} (dimension {i} has to be {self.shape[i]}: {self.reasons[i]})"
+                    return f"{said} (dimension {i} {self._has_to_be(i)})"
         return said
+
+    def _has_to_be(self, dim: int) -> str:
+        """What fixes the size of a dimension, which is among ``reasons``."""
+        return f"has to be {self.shape[dim]}: {self.reasons[dim]}"
+
+    @property
+    def constants(self) -> list[str]:
+        """For each dimension whose size the model fixes, in words: which, its size, and the line
+        of the model that does."""
+        return [f"dimension {dim} of {self.path} {self._has_to_be(dim)}" for dim in self.reasons]
 
     @property
     def fixed(self) -> list[int]:

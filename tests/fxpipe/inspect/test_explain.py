@@ -317,6 +317,22 @@ def test_a_reason_is_kept_in_the_cache_on_disk(tmp_path):
     assert "x.size(1) < 2" in first and first == second
 
 
+class EachStep(nn.Linear):
+    """Makes the number of its steps a constant."""
+
+    def forward(self, x, flag=False):
+        return super().forward(x) * len([flag] * x.shape[1])
+
+
+def test_a_size_that_the_model_fixes_is_named_with_its_line_and_what_to_do():
+    explanation = explained(EachStep(6, 6), (torch.ones(8, 5, 6),), dynamic=True)
+    traced = re.sub(r"\S*/", "", said(explanation, "How it was traced"))
+    assert re.search(r"Dimension 1 of x has to be 5: test_explain\.py:\d+: return super\(\)", traced)
+    assert traced.endswith("where sizes vary, pad to few of them, multiples of 64 say.")
+    varies = said(explained(layers(2), (torch.ones(8, 5, 64),)), "How it was traced")
+    assert "has to be" not in varies and "multiples" not in varies
+
+
 def test_what_is_kept_whole_is_named_with_the_reason():
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -797,7 +813,7 @@ def test_why_a_loss_is_not_predicted_although_an_example_of_its_target_is_given_
     assert "example_target= lets it be counted" not in found
 
 
-def test_shares_of_stages_and_what_lanes_work_are_the_same_figures():
+def test_shares_of_stages_in_the_report_too_and_what_lanes_work_are_the_same_figures():
     """The loss takes about as long as what the last stage has less of the model."""
     model, x = layers(4, 256), torch.randn(64, 256)
 
@@ -815,3 +831,6 @@ def test_shares_of_stages_and_what_lanes_work_are_the_same_figures():
     times = 1.0 if works is None else float(works[1]) / float(works[2])
     assert max(shares) / 50 == pytest.approx(times, abs=0.02)
     assert ("wait for it" in speed) == (times >= 1.2)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,), **options) as pipe:
+        rows = [line.split("│") for line in pipe.report().splitlines() if line.startswith("│")]
+    assert [int(row[4].strip(" %")) for row in rows] == shares
