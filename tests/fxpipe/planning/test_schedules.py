@@ -53,10 +53,10 @@ def test_a_device_with_several_stages_holds_all_of_them():
 
 
 def test_stages_that_share_a_device_are_given_parts_of_its_memory():
-    layers = (nn.Linear(3, 3) for _ in range(16))
+    layers = (nn.Linear(3, 3) for _ in range(9))
     model, x = on_meta(nn.Sequential(*layers), torch.zeros(8, 3))
-    # By time stages 0 and 2, which are on the first device, have 14 of the 16 layers.
-    times = [1 / 6] * 6 + [1] + [1 / 8] * 8 + [1]
+    # By time stages 0 and 2, which are on the first device, have 7 of the 9 layers.
+    times = [1 / 3] * 3 + [1] + [1 / 4] * 4 + [1]
     costs = dict(zip((name for name, _ in model.named_children()), times, strict=True))
 
     def planned(memory):
@@ -70,7 +70,7 @@ def test_stages_that_share_a_device_are_given_parts_of_its_memory():
         )
 
     roomy = planned(None)
-    assert [len(stage.nodes) for stage in roomy.stages] == [6, 1, 8, 1]
+    assert [len(stage.nodes) for stage in roomy.stages] == [3, 1, 4, 1]
     limit = 0.8 * max(roomy.memory)
     assert planned(limit).fits
     with pytest.raises(fxpipe.DoesNotFit, match="device 0 needs"):
