@@ -286,8 +286,8 @@ class Explaining:
         if fixed:
             sentences += [_sentence(line) for line in fixed]
             sentences.append(
-                "A call with another size there is compiled by itself: where sizes vary, pad to few "
-                "of them, multiples of 64 say."
+                "A call with another size there is compiled by itself: where sizes vary, pad to "
+                "few of them, multiples of 64 say."
             )
         if self.mode.why_one_size:
             sentences.append("It is for this batch size only, because for any size there was none:")

@@ -280,8 +280,19 @@ def _tell(
     warn(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
         "after a call what it was before. No output depends on what it was before; if you read it "
-        "after a call, let the forward return it, and read that",
+        f"after a call, {_instead(owners[0], name)}",
     )
+
+
+def _instead(owner: nn.Module, name: str) -> str:
+    """What to do in place of reading an attribute of a module that a call sets. Weights that a hook
+    of ``torch.nn.utils`` computes (``spectral_norm``) are no output of a forward."""
+    for hook in owner._forward_pre_hooks.values():
+        made_by = type(hook).__module__.rpartition(".")
+        if made_by[0] == nn.utils.__name__ and getattr(hook, "name", None) == name:
+            known = f"{nn.utils.__name__}.parametrizations.{made_by[2]}"
+            return f"use {known}, which computes it whenever it is read"
+    return "let the forward return it, and read that"
 
 
 def _where(example: Example, tensors: list[Tensor], unit: Unit) -> str:

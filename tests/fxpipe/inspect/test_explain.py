@@ -327,7 +327,9 @@ class EachStep(nn.Linear):
 def test_a_size_that_the_model_fixes_is_named_with_its_line_and_what_to_do():
     explanation = explained(EachStep(6, 6), (torch.ones(8, 5, 6),), dynamic=True)
     traced = re.sub(r"\S*/", "", said(explanation, "How it was traced"))
-    assert re.search(r"Dimension 1 of x has to be 5: test_explain\.py:\d+: return super\(\)", traced)
+    assert re.search(
+        r"Dimension 1 of x has to be 5: test_explain\.py:\d+: return super\(\)", traced
+    )
     assert traced.endswith("where sizes vary, pad to few of them, multiples of 64 say.")
     varies = said(explained(layers(2), (torch.ones(8, 5, 64),)), "How it was traced")
     assert "has to be" not in varies and "multiples" not in varies
