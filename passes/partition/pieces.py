@@ -28,6 +28,7 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
 from fxpipe.runtime.random import unseeded
+from passes.common.names import calls_of
 from passes.partition.problem import together
 
 MOST = 0.75  # if one piece takes a larger part of the time, the user is warned
@@ -47,12 +48,14 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The largest node, the module that it calls, and the line of the model that it is from."""
+        """The largest node; the module that it calls, or that it is part of; and the line of the
+        model that it is from."""
         node = self.largest
         module, frame = _module(node), model_frame(node.meta.get("stack_trace"))
         called = getattr(module, "module", module)  # a front end may have wrapped it
         is_ours = called is None or type(called).__module__.startswith(("fxpipe.", "torch.fx."))
-        said = [] if is_ours else [type(called).__name__]
+        within = [f"in {path}" for _, path in [*calls_of(node)][-1:]]
+        said = within if is_ours else [type(called).__name__]
         if frame is not None:
             said.append(f"{os.path.basename(frame['file'])}, line {frame['number']}")
         more = f" and {len(self.nodes) - 1} more that stay with it" if len(self.nodes) > 1 else ""

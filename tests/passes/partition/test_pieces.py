@@ -114,14 +114,24 @@ def said(model, devices=TWO, chunks=2):
         (Layers, "'part_lstm' (LSTM, ", "LSTM is called as a whole", "several such modules"),
         (partial(Layers, 0.5), "'part_lstm' (LSTM, ", "LSTM is called as a whole", "several such"),
         (Experts, "'part' (Experts, ", "what it does depends on values", "masks and torch.where"),
-        (Rows, "'values_0' (test_pieces.py, ", "sizes within it depend on values", "masks and"),
+        (
+            Rows,
+            "'values_0' (in part, test_pieces.py, ",
+            "sizes within it depend on values",
+            "masks and",
+        ),
         (
             Checkpointed,
-            "_checkpoint' (test_pieces.py, ",
+            "_checkpoint' (in part.layers, test_pieces.py, ",
             "the model checkpoints it",
             "smaller parts",
         ),
-        (Mixed, "(test_pieces.py, line ", "under a torch.autocast of its own", "call the pipeline"),
+        (
+            Mixed,
+            "(in part, test_pieces.py, line ",
+            "under a torch.autocast of its own",
+            "call the pipeline",
+        ),
         (Hooked, "'part' (Hooked, ", "a module with hooks is called as", "on its submodules"),
     ],
 )
@@ -169,7 +179,7 @@ def test_a_block_without_gradients_has_a_name_that_a_user_knows():
         Between(Frozen()), TWO, chunks=2, tracer="export", example_inputs=example
     ) as pipe:
         names = [Piece([node], 1.0).name for node in stage_nodes(pipe.model_graph.graph)]
-    assert "a block without gradients" in names
+    assert "a block without gradients (in part)" in names
     assert not any("wrap_with" in name for name in names)
 
 
