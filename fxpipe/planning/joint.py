@@ -155,6 +155,10 @@ class JointSearch:
         limited = replace(cut, devices=self.lanes.devices(part), beside=beside)
         return self._settled(limited, self.lanes.step(limited, self.lanes.chosen(limited)))
 
+    def has_room(self, found: CutWithWays) -> bool:
+        """Whether all devices together have the memory that a step needs of them."""
+        return sum(Keeping(self.lanes, found.cut).room(found.step)) >= 0
+
     def fitting(self, found: CutWithWays) -> CutWithWays:
         """A cut that fits, or is short of fewer bytes than this one: as long as a device lacks
         memory, nodes leave it for another one, as many as take what it lacks."""

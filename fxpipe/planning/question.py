@@ -367,7 +367,8 @@ class PlanQuestion:
 
     def can_fit(self) -> bool:
         """Whether a plan is found that fits. One that fits is enough, which need not be the
-        fastest."""
+        fastest; and nodes are not shifted between devices that together have too little memory,
+        which takes long and hardly ever helps."""
         if not self.is_automatic:
             return not self._search.given().short
         search, every = self._search, list[CutWithWays]()
@@ -376,7 +377,8 @@ class PlanQuestion:
             if not found.short:
                 return True
             every.append(found)
-        return not search.fitting(min(every, key=lambda found: found.short)).short
+        nearest = min(every, key=lambda found: found.short)
+        return search.has_room(nearest) and not search.fitting(nearest).short
 
     def _searches(self, part: int) -> Iterator[Iterable[CutWithWays]]:
         """What two searches under the limits find, see :meth:`JointSearch.found`: the second goes
