@@ -372,7 +372,7 @@ class PlanQuestion:
         if not self.is_automatic:
             return not self._search.given().short
         search, every = self._search, list[CutWithWays]()
-        searches = (each for part in self._parts for each in self._searches(part))
+        searches = (each for part in self._parts for each in self._searches(part, fastest=False))
         for found in itertools.chain([search.free], itertools.chain.from_iterable(searches)):
             if not found.short:
                 return True
@@ -380,12 +380,13 @@ class PlanQuestion:
         nearest = min(every, key=lambda found: found.short)
         return search.has_room(nearest) and not search.fitting(nearest).short
 
-    def _searches(self, part: int) -> Iterator[Iterable[CutWithWays]]:
+    def _searches(self, part: int, fastest: bool = True) -> Iterator[Iterable[CutWithWays]]:
         """What two searches under the limits find, see :meth:`JointSearch.found`: the second goes
         on after the cuts with which the first begins. Where the user restricts what stages
         recompute, the cut that is best if they choose it is taken, too, with what the user gives:
         the search for a cut counts what recomputing takes in full, while the simulation knows where
-        lanes would be idle else.
+        lanes would be idle else. ``fastest``: whether the fastest step is wanted, and not any that
+        fits, for which that cut is left out: it is about time.
         """
         first: list[CutWithWays] = []
 
@@ -393,7 +394,7 @@ class PlanQuestion:
             for each in self._search.found(part):
                 first.append(each)
                 yield each
-            if self._restricts_ways:
+            if self._restricts_ways and fastest:
                 best = replace(self, checkpoint=modes.AUTO, checkpoint_segments=None)._best
                 bound = self._search.free.cut.bound
                 yield self._search.on(replace(best.cut, bound=bound), part)
