@@ -8,7 +8,8 @@ put into global variables.
                                                  which every later call of the model would get
     TABLES = {}                                  the same by hand
 
-They are found by the names that the code of a model's functions reads. A cache of ``functools``
+They are found by the names that the code of a model's functions reads: of its forward, of the
+functions that this calls, and of the methods of objects that modules hold. A cache of ``functools``
 cannot be given back what it had: it is emptied, as may happen to it at any time, if it has been
 given something. Dictionaries, lists and sets get back what was in them if tensors, or what stands
 for values in a trace, are in them now: numbers that a function counts for itself are not touched.
@@ -19,22 +20,28 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir.source import is_a_users, is_users_type
+from fxpipe.ir.source import is_a_users, is_installed, is_users_type
 from fxpipe.runtime.state import State
 from fxpipe.trace.snapshots import content_of
 
 _Cache: type[Any] = type(functools.cache(len))
 _CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
+_HOLD = *_CONTAINERS, tuple
 _VALUES = Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool
 _DEPTH = 5  # how many calls deep the code of a forward is followed
 _MANY = 10_000  # a longer container is data, of which no copy is made
+_FEW = 256  # in a longer container no functions and objects of the model's are looked for
+_OF_MODULES = frozenset(vars(nn.Module()))
+_NEVER_READ = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__del__"})
+_NEVER_READ |= {"__repr__", "__str__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__"}
+"""Methods that Python calls by itself, but in no forward."""
 
 _Named = tuple[str, Any]
 """A value, and words that say where it is found."""
@@ -82,7 +89,7 @@ def _has_values(container: Any, depth: int = 3) -> bool:
     """Whether there are tensors, or what stands for values in a trace, in a container."""
     if isinstance(container, _VALUES):
         return True
-    if not depth or not isinstance(container, (*_CONTAINERS, tuple)) or len(container) > _MANY:
+    if not depth or not isinstance(container, _HOLD) or len(container) > _MANY:
         return False
     parts = [*container, *(container.values() if isinstance(container, dict) else ())]
     return any(_has_values(part, depth - 1) for part in parts)
@@ -93,7 +100,8 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
     closures, that the code of a model's forward reads, as far as they are found by names."""
     kinds = nn.Module, nn.Parameter
     for name, value in (pair for values in _read(model) for pair in values):
-        if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
+        is_kept = type(value) in (_Cache, *_CONTAINERS) and not name.endswith("__")  # annotations
+        if is_kept or isinstance(value, kinds):
             yield name, value
 
 
@@ -118,8 +126,11 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     on: a list for each of these levels."""
     left_out = {id(each) for each in but}
     modules = [module for module in model.modules() if id(module) not in left_out]
-    classes = classes_of(model, but)
-    values = [pair for module in modules for pair in vars(module).items() if callable(pair[1])]
+    own = [pair for m in modules for pair in vars(m).items() if pair[0] not in _OF_MODULES]
+    classes = [*classes_of(model, but), *_classes_held([value for _, value in own])]
+    values = [pair for pair in own if callable(pair[1])]
+    values += [part for _, value in own if isinstance(value, _HOLD) for part in _read_by(value)]
+    values += [pair for kind in classes for pair in _called_by_python(kind)]
     known = {id(value) for _, value in values} | left_out
     names = {"forward"}
     for _ in range(_DEPTH):
@@ -129,6 +140,42 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
         functions = [f for _, f in values if isinstance(f, FunctionType) and is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
         values = [part for _, value in values for part in _new(_read_by(value), known)]
+
+
+def _classes_held(values: Sequence[Any]) -> list[type]:
+    """The classes of the model's own code, but for those of modules, whose objects are these values
+    or in them, be it in containers or in other objects."""
+    found: dict[type, None] = {}
+    known: set[int] = set()
+    for _ in range(_DEPTH):
+        new = [value for value in values if id(value) not in known]
+        known.update(map(id, new))
+        for kind in dict.fromkeys(map(type, new)):
+            if not issubclass(kind, nn.Module | Tensor):
+                found |= dict.fromkeys(filter(is_users_class, kind.__mro__))
+        values = [part for value in new for part in _parts_of(value)]
+    return list(found)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What an object of the model's own code, or one that only holds attributes, has as attributes;
+    or what is in a container."""
+    if isinstance(value, _HOLD):
+        inside = value.values() if isinstance(value, dict) else value
+        return list(inside) if len(value) <= _FEW else ()
+    if isinstance(value, nn.Module | Tensor | type | FunctionType):
+        return ()
+    is_looked_into = isinstance(value, SimpleNamespace) or is_users_class(type(value))
+    return list(getattr(value, "__dict__", {}).values()) if is_looked_into else ()
+
+
+def _called_by_python(kind: type) -> Iterator[_Named]:
+    """The methods of a class that code calls without their names: ``__getitem__`` as ``x[0]``.
+    Those of installed packages are left out: most are for other uses than a forward's."""
+    for name, value in vars(kind).items():
+        is_method = isinstance(value, FunctionType) and name.startswith("__")
+        if is_method and name not in _NEVER_READ and not is_installed(value.__code__.co_filename):
+            yield f"{kind.__name__}.{name}", value
 
 
 def _new(values: Iterable[_Named], known: set[int]) -> list[_Named]:
@@ -173,6 +220,9 @@ def _read_by(value: Any) -> Iterable[_Named]:
         return _of_class(value, vars(value)) if is_users_class(value) else ()
     if isinstance(value, FunctionType):
         return _read_by_function(value) if is_users(value) else ()
+    if isinstance(value, _HOLD):  # such as a table of functions
+        code = FunctionType, MethodType, functools.partial, _Cache, type
+        return [("", v) for v in _parts_of(value) if isinstance(v, code) or _is_users_object(v)]
     if not _is_users_object(value):
         return ()
     kind, own = type(value), getattr(value, "__dict__", {})

@@ -335,6 +335,83 @@ def test_a_change_of_another_kind_of_variable_is_seen_at_the_next_call(
         assert any(re.search(said, why) for why in again.why)
 
 
+class Helper:
+    """Reads a global variable in each of its methods."""
+
+    def by_its_name(self) -> float:
+        return SCALE
+
+    @staticmethod
+    def by_a_static_method() -> float:
+        return SCALE
+
+    @classmethod
+    def by_a_class_method(cls) -> float:
+        return SCALE
+
+    @property
+    def by_a_property(self) -> float:
+        return SCALE
+
+
+class HelperOfOperators:
+    def __getitem__(self, place: int) -> float:
+        return SCALE * place
+
+    def __float__(self) -> float:
+        return SCALE
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        return other * SCALE
+
+
+class HelperInADict(dict[str, float]):
+    def by_its_name(self) -> float:
+        return SCALE
+
+
+HELPED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a method": (Helper, lambda held: held.by_its_name()),
+    "a static method": (Helper, lambda held: held.by_a_static_method()),
+    "a class method": (Helper, lambda held: held.by_a_class_method()),
+    "a method, named ahead": (Helper, lambda held: (each := held.by_its_name, each())[1]),
+    "a method of the class": (Helper, lambda held: type(held).by_a_class_method()),
+    "a property": (Helper, lambda held: held.by_a_property),
+    "an index": (HelperOfOperators, lambda held: held[1]),
+    "a conversion": (HelperOfOperators, float),
+    "a product": (HelperOfOperators, lambda held: (held * torch.ones(3)).sum() / 3),
+    "a list": (lambda: [Helper()], lambda held: held[0].by_its_name()),
+    "a kind of dict": (HelperInADict, lambda held: held.by_its_name()),
+    "an object": (lambda: SimpleNamespace(has=Helper()), lambda held: held.has.by_its_name()),
+    "a table of functions": (lambda: TABLE_OF_FUNCTIONS["of all"], lambda held: held()),
+    "a global table": (lambda: "of all", lambda held: TABLE_OF_FUNCTIONS[held]()),
+    "a table that it has": (lambda: [*TABLE_OF_FUNCTIONS.values()], lambda held: held[0]()),
+}
+TABLE_OF_FUNCTIONS = {"of all": lambda: SCALE}
+
+
+class Holds(Two):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        made, self.way = HELPED[way]
+        self.held = made()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.way(self.held))
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("way", HELPED)
+def test_what_an_object_reads_that_a_module_holds_is_watched(way: str, is_inside: bool) -> None:
+    model = nn.Sequential(Holds(way), nn.Linear(3, 3)) if is_inside else Holds(way)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=CHUNKS) as pipe:
+        assert torch.equal(pipe(X), of_the_loop(model))
+        scaled()
+        assert torch.equal(pipe(X), of_the_loop(model))
+        (_, again) = pipe.compilations
+        assert any(re.search("SCALE of .*: 2.0 → 3.0", why) for why in again.why)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [

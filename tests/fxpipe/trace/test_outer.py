@@ -58,6 +58,15 @@ def remembered():
 of_a_closure, of_a_class = remembered(), OfAClass()
 
 
+class Holder:
+    """Has no table of its own, and is no module."""
+
+    def by_hand(self, length: int) -> Tensor:
+        if length not in TABLES:
+            TABLES[length] = torch.arange(length).float() / length
+        return TABLES[length]
+
+
 class Positions(nn.Module):
     """Adds a table, by one of these functions. Its way depends on sizes, if ``branches``."""
 
@@ -65,6 +74,7 @@ class Positions(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.kind, self.branches = kind, branches
+        self.holder = Holder()
 
     def table(self, length: int) -> Tensor:
         if self.kind == "cached":
@@ -75,6 +85,8 @@ class Positions(nn.Module):
             return of_a_class.cached(length)
         if self.kind == "by hand in a class":
             return of_a_class.by_hand(length)
+        if self.kind == "by an object of the model":
+            return self.holder.by_hand(length)
         return of_a_closure(length)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +95,10 @@ class Positions(nn.Module):
         return self.second(self.first(x) + self.table(x.shape[1])[:, None])
 
 
-KINDS = "cached", "by hand", "cached by a class", "by hand in a class", "in a closure"
+KINDS = (
+    *("cached", "by hand", "cached by a class", "by hand in a class", "in a closure"),
+    "by an object of the model",
+)
 
 
 @pytest.fixture(autouse=True)
