@@ -64,6 +64,8 @@ _LOOK_UP = "__getattribute__"
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
 # Read at every look-up of a parameter, or call of a module; no attributes of a forward.
 _PASSED = _EVERY | {"__dict__", "__class__"}
+_DICT = "__dict__"
+_OF_MODULE = nn.Module.__getattr__.__globals__  # of the code that looks into it most often
 _INHERITED = frozenset(dir(nn.Module))
 _FORWARD = "forward"
 _GETATTR = nn.Module.__getattr__  # as it is while nobody traces
@@ -95,7 +97,12 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
         def watched(self: nn.Module, name: str) -> Any:
             # Compiling looks up millions of attributes, nearly all of them tables of modules.
             if name in _PASSED or this_thread() != thread:
-                return original(self, name)
+                found = original(self, name)
+                if name == _DICT and _is_for_a_model(sys._getframe(1)) and self in modules:
+                    for each in found.keys() - _PASSED if this_thread() == thread else ():
+                        if not isinstance(found[each], nn.Module):
+                            reads.setdefault((self, each), snapshot(found[each]))
+                return found
             try:
                 value = original(self, name)
             except AttributeError:  # it is a parameter, a buffer or a module, or it is missing
@@ -135,6 +142,12 @@ def unwatched() -> Iterator[Callable[[], AbstractContextManager[None]]]:
         return
     with patched(nn.Module, _LOOK_UP, lambda _: object.__getattribute__, tells_threads=True):
         yield lambda: patched(nn.Module, _LOOK_UP, lambda _: watched, tells_threads=True)
+
+
+def _is_for_a_model(frame: types.FrameType) -> bool:
+    """Whether the code of a frame, in which all attributes of a module are looked up, or by
+    ``vars``, is a model's."""
+    return frame.f_globals is not _OF_MODULE and is_a_models(frame)
 
 
 def _is_missed(module: nn.Module, name: str) -> bool:

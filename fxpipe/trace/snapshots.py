@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import reprlib
 import types
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -42,7 +44,9 @@ PLAIN = (
 )
 _SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_of has found
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
-_MANY = 256  # longer containers are taken for data that no forward branches by: not compared
+_MANY = 256  # longer containers are compared only if none of their elements can change in place
+_LONG = 10_000  # longer ones are taken for data that no forward branches by: not compared
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _DEPTH = 6  # how deep values are compared that are nested in others
 SMALL = 1024
 """Of a larger array of NumPy no elements are compared."""
@@ -92,6 +96,29 @@ class _Elements:
         return self.said
 
 
+class _Atoms:
+    """The elements of a long container, all of which are of types without parts. Two such snapshots
+    are compared in little time: mostly the elements are the very same objects."""
+
+    def __init__(self, names: Any, values: Iterable[Any]) -> None:
+        self.names, self.values = names, tuple(values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Atoms) or self.names != other.names:
+            return False
+        return all(map(operator.is_, self.values, other.values)) or self.difference(other) is None
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def difference(self, other: _Atoms) -> int | None:
+        """The place of the first value that another snapshot, with the same names, has not."""
+        pairs = enumerate(zip(self.values, other.values, strict=True))
+        return next((i for i, (a, b) in pairs if snapshot(a) != snapshot(b)), None)
+
+    def __repr__(self) -> str:
+        return f"{len(self.values)} values"
+
+
 def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     """A snapshot of a value, which is compared with a later one to see whether the value changed.
 
@@ -101,21 +128,44 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     """
     if isinstance(value, np.ndarray) and value.size <= SMALL:
         return type(value), _Elements(value)
+    if isinstance(value, bytearray | array) and len(value) <= _LONG:
+        return type(value), value[:]
     if depth and isinstance(value, type) and (settings := settings_of(value)):
         return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
     if isinstance(value, PLAIN):
         return type(value), value
     if depth and not isinstance(value, Tensor):
-        most = _MANY if depth > _DEPTH - _WIDE else _FEW
+        is_wide = depth > _DEPTH - _WIDE
+        most = _MANY if is_wide else _FEW
         if isinstance(value, set | frozenset):
             return type(value), frozenset(value)
         if isinstance(value, list | tuple | deque) and len(value) <= most:
             return type(value), [snapshot(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, snapshot(each, depth - 1)) for key, each in value.items()]
+        if (
+            most == _MANY
+            and isinstance(value, list | tuple | deque | Mapping)
+            and _are_atoms(value)
+        ):
+            return type(value), _Atoms(*_named(value))
         if (parts := parts_of(value)) and len(parts) <= most:
             return _Is(value), [(name, snapshot(part, depth - 1)) for name, part in parts]
     return _Is(value)
+
+
+def _are_atoms(value: Any) -> bool:
+    """Whether a value is a container, and not too long, whose elements are all without parts."""
+    if not isinstance(value, list | tuple | deque | Mapping) or len(value) > _LONG:
+        return False
+    return _ATOMS.issuperset(map(type, value.values() if isinstance(value, Mapping) else value))
+
+
+def _named(value: Any) -> tuple[Any, Iterable[Any]]:
+    """The keys, or the places, and the elements of a container."""
+    if isinstance(value, Mapping):
+        return tuple(value), value.values()
+    return range(len(value)), value
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
@@ -193,6 +243,8 @@ def said_of(state: Any) -> str:
     kind, value = state
     if isinstance(kind, _Is):
         return _on_one_line(kind.value)
+    if isinstance(value, _Atoms):
+        return repr(value)
     if issubclass(kind, Mapping):
         return reprlib.repr({key: _Word(said_of(each)) for key, each in value})
     if issubclass(kind, list | tuple | deque):
@@ -215,6 +267,10 @@ def difference_of(path: str, then: Any, now: Any) -> str:
     """The first difference between two states, at the part of the value where it is."""
     if isinstance(then, tuple) and isinstance(now, tuple) and then[0] == now[0]:
         parts, others = then[1], now[1]
+        if isinstance(parts, _Atoms) and isinstance(others, _Atoms) and parts.names == others.names:
+            i = parts.difference(others) or 0
+            where = f"{path}[{parts.names[i]!r}]"
+            return difference_of(where, snapshot(parts.values[i]), snapshot(others.values[i]))
         if isinstance(parts, list) and len(parts) == len(others):
             for i, (part, other) in enumerate(zip(parts, others, strict=True)):
                 if part == other:

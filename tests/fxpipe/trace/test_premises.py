@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import functools
 import types
 import warnings
@@ -293,6 +295,64 @@ def test_an_array_of_numpy_that_is_written_to_is_seen(read):
         said = str(pipe.compilations[1])
     assert len(pipe.compilations) == 4, "once for each value"
     assert "weights" in said and "[1. 2. 3.] → [7. 2. 3.]" in said
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [lambda net: net.__dict__["scale"], lambda net: vars(net)["scale"], lambda net: net.all()],
+    ids=["__dict__", "vars", "a loop"],
+)
+def test_what_is_read_of_the_dictionary_of_a_module_is_seen_to_change(read, is_part):
+    class OfItsDict(MLP):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0
+
+        def all(self):
+            return sum(value for name, value in self.__dict__.items() if name == "scale")
+
+        def forward(self, x):
+            return super().forward(x) * read(self)
+
+    own = OfItsDict()
+    model = nn.Sequential(nn.Identity(), own) if is_part else own
+    with compiled(model) as pipe:
+        for value in 1.0, 3.0, 3.0:
+            own.scale = value
+            assert torch.equal(pipe(X), torch.cat(outputs_of_loop(model, (X,), 2)))
+        assert len(pipe.compilations) == 2
+        assert pipe.compilations[1].why == (f"{'1.' * is_part}scale: 1.0 → 3.0",)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [1.0] * 5000,
+        dict.fromkeys(range(5000), 1.0),
+        deque([1.0] * 5000),
+        array.array("f", [1.0] * 5000),
+        bytearray([1] * 5000),
+    ],
+    ids=lambda kept: type(kept).__name__,
+)
+def test_a_value_among_thousands_is_seen_to_change(kept):
+    class OneOfMany(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.layer = copy.copy(kept), nn.Linear(12, 5)
+
+        def forward(self, x):
+            return self.layer(x) * self.kept[4999]
+
+    model = OneOfMany()
+    with compiled(model) as pipe:
+        for value in 1, 3, 3:
+            model.kept[4999] = value
+            assert torch.equal(pipe(X), torch.cat(outputs_of_loop(model, (X,), 2)))
+        said = pipe.compilations[-1].why[0]
+    assert 2 <= len(pipe.compilations) <= 3
+    assert "kept" in said and (not isinstance(kept, list) or said == "kept[4999]: 1 → 3")
 
 
 def test_of_many_values_deep_in_a_configuration_none_is_compared():
