@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -438,11 +439,16 @@ class Asking:
         return next(iter(taken(self.runs.output_of, other, dims)), None)
 
     def _of_gradients(self, trial: Trial, dims: InDims, known: Mapping[str, Dim]) -> Problem | None:
-        """How the gradients of this sample differ from those of its parts; None if they do not."""
-        for inputs in (self.runs.real, {}) if self.runs.real else ({},):
+        """How the gradients of this sample differ from those of its parts; None if they do not.
+
+        They are computed in single precision at least, and in the model's own only if it takes no
+        other: see :mod:`fxpipe.meaning.backward`."""
+        recorded, model, real = self.runs.recorded, self.runs.model, self.runs.real
+        precisions: list[Callable[[], AbstractContextManager[object]]] = [widened, nullcontext]
+        for inputs, precision in product([real, {}] if real else [{}], precisions):
             try:
-                recorded, model = self.runs.recorded, self.runs.model
-                return backward_problem(recorded, model, trial, dims, known, inputs)
+                with precision():
+                    return backward_problem(recorded, model, trial, dims, known, inputs)
             except Exception as error:
                 if not is_the_models(error):
                     raise  # else it takes no inputs with gradients, or has no backward

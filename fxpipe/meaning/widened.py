@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import TorchDispatchMode, pytree, schema_of
+from fxpipe.ir._torch import TorchDispatchMode, pytree, running_backward, schema_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.writes import written_by
 
 WIDE = torch.float32
+_CAST = torch.ops.aten._to_copy.default
 
 
 class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode in which operators compute in ``WIDE`` what they are to compute in a lower
     precision: they get tensors of ``WIDE`` in place of lower ones, and make none that is lower.
     What they write to keeps its dtype, which their other arguments get, and so does what they
-    return a view of, which may be written to later.
+    return a view of, which may be written to later. So does the gradient of a tensor of a lower
+    precision (a parameter): autograd takes no other, and casts what has been computed in ``WIDE``.
 
     ``met`` says whether there was any lower precision.
     """
@@ -41,7 +43,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func):
+        if _is_view(func) or _casts_a_gradient(func):
             return func(*args, **kwargs)
         written = [each for each in written_by(func, args, kwargs) if is_low(each.dtype)]
         self.met |= bool(written)
@@ -73,6 +75,12 @@ def _is_view(func: Any) -> bool:
     schema = schema_of(func)
     aliases = [] if schema is None else [each.alias_info for each in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _casts_a_gradient(func: Any) -> bool:
+    """Whether an operator is a cast in a backward. (A checkpoint that runs its forward once more
+    there records gradients.)"""
+    return func is _CAST and running_backward() != -1 and not torch.is_grad_enabled()
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -293,7 +293,8 @@ def _compare_gradients(
             raise failure
         raise Refused(f"the backward of its graph fails: {first_line(failure)}") from failure
     expected, actual = run.gradients, graph.gradients
-    found = gradient_difference(expected, actual, largest_eps(example.model.parameters()))
+    dtypes = {parameter.dtype for parameter in example.model.parameters()}
+    found = gradient_difference(expected, actual, largest_eps(dtypes))
     if found.lost:
         raise Refused(f"its graph has no gradient for {listed(found.lost)}, and the model has one")
     if found.gained:

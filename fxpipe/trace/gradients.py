@@ -452,10 +452,9 @@ def gradient_difference(
     return GradientDifference(lost, gained, others)
 
 
-def largest_eps(tensors: Iterable[Tensor]) -> float:
-    """The largest machine epsilon among the dtypes of these tensors; 0.0 if none is of floating
-    point."""
-    return max((torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()), default=0.0)
+def largest_eps(dtypes: Iterable[torch.dtype]) -> float:
+    """The largest machine epsilon of these dtypes; 0.0 if none is of floating point."""
+    return max((torch.finfo(each).eps for each in dtypes if each.is_floating_point), default=0.0)
 
 
 def _are_nan(one: Projection, other: Projection) -> bool:

@@ -298,3 +298,114 @@ def test_rows_that_are_put_together_are_seen_with_kernels_that_round_by_shape(
 ):
     with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight, a\.bias depends on which"):
         compiled(Net(ACROSS[name]))
+
+
+LOW = {"autocast": torch.float32, "a model of bfloat16": torch.bfloat16}
+"""Two ways to compute in bfloat16, and the dtype that the parameters have in each."""
+
+
+def compiled_in_bfloat16(way, model, x):
+    dtype = LOW[way]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        return fxpipe.compile(model.to(dtype), TWO, chunks=3, example_inputs=(x.to(dtype),))
+
+
+class StraightThrough(nn.Module):
+    """Rounds to whole numbers, with the gradient of the identity."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(24, 24), nn.Linear(24, width)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h + (h.round() - h).detach())
+
+
+@pytest.mark.parametrize("way", LOW)
+@pytest.mark.parametrize(
+    ("length", "width"),
+    [
+        *((2, 30), (3, 100), (3, 128), (6, 30), (6, 100)),
+        *((12, 30), (16, 48), (16, 64), (16, 128), (24, 128)),
+    ],
+)
+def test_rounding_errors_of_bfloat16_are_not_taken_for_rows_that_are_put_together(
+    length, width, way
+):
+    torch.manual_seed(0)
+    model = StraightThrough(width)
+    compiled_in_bfloat16(way, model, torch.randn(9, length, 24)).close()
+
+
+@pytest.mark.parametrize("way", LOW)
+@pytest.mark.parametrize("by", ["function", "hook"])
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_backward_that_puts_rows_together_is_refused_in_bfloat16(name, by, way):
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight, a\.bias depends on which"):
+        compiled_in_bfloat16(way, Net(ACROSS[name], by), torch.randn(9, 8))
+
+
+@pytest.mark.parametrize("way", LOW)
+def test_so_is_one_that_does_so_by_no_more_than_a_number_of_bfloat16_is_off(way):
+    def change(grad):
+        return grad + 0.01 * grad.mean(0)
+
+    torch.manual_seed(0)
+    with pytest.raises(fxpipe.BatchError, match="depends on which rows go through the backward"):
+        compiled_in_bfloat16(way, Net(change), torch.randn(9, 8))
+
+
+class CastsWithin(nn.Module):
+    """A model of float32, which switches autocast on by itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
+def test_autocast_within_a_model_makes_no_difference():
+    torch.manual_seed(0)
+    x = torch.randn(9, 16, 24)
+    model = CastsWithin(StraightThrough(64))
+    fxpipe.compile(model, ["cpu"], chunks=3, example_inputs=(x,)).close()
+    with pytest.raises(fxpipe.BatchError, match="depends on which rows go through the backward"):
+        compiled(CastsWithin(Net(ACROSS["centred"])))
+
+
+class OfBfloat16(torch.autograd.Function):
+    """The identity by a kernel that takes one precision only, with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        if x.dtype != torch.bfloat16:
+            raise TypeError("this kernel is for bfloat16")
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+class WithKernel(nn.Module):
+    def __init__(self, width, change):
+        super().__init__()
+        self.a, self.b, self.change = nn.Linear(24, 24), nn.Linear(24, width), change
+
+    def forward(self, x):
+        return self.b(OfBfloat16.apply(self.a(x), self.change))
+
+
+@pytest.mark.parametrize("way", LOW)
+def test_a_model_that_takes_bfloat16_only_is_checked_in_it(way):
+    torch.manual_seed(0)
+    for length, width in ((2, 30), (16, 64), (24, 128)):
+        x = torch.randn(9, length, 24)
+        compiled_in_bfloat16(way, WithKernel(width, torch.neg), x).close()
+    with pytest.raises(fxpipe.BatchError, match="depends on which rows go through the backward"):
+        compiled_in_bfloat16(way, WithKernel(30, ACROSS["centred"]), torch.randn(9, 24))

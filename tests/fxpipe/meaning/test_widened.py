@@ -166,3 +166,16 @@ def test_what_is_written_to_keeps_its_precision():
         state[1] = torch.tensor(4.0)
     assert state.dtype == torch.bfloat16
     assert state.tolist() == [1.5, 4.0, 1.5]
+
+
+def test_a_backward_computes_in_single_precision_and_gives_each_parameter_a_gradient_of_its_own():
+    layer, x = nn.Linear(8, 8).bfloat16(), torch.randn(4, 8, requires_grad=True)
+    wide = nn.Linear(8, 8)
+    wide.load_state_dict(layer.state_dict())
+    with Widened():
+        layer(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    wide(x).square().sum().backward()
+    assert torch.equal(found, x.grad)
+    for own, other in zip(layer.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad.bfloat16())
