@@ -239,7 +239,9 @@ class Pipeline(ModelProxy):
                 parameter that gets a gradient.
             TypeError: for a target with arrays that are no tensors.
             RuntimeError: in inference mode and under ``torch.no_grad()``, where there are no
-                gradients; and for a pipeline without training.
+                gradients; for a pipeline without training; and for a hook on a parameter that
+                changes a parameter which micro-batches are still to use: give ``optimizer`` in its
+                place.
         """
         if not self._runner.options.training:
             raise RuntimeError(
@@ -265,7 +267,8 @@ class Pipeline(ModelProxy):
         with torch.no_grad():  # the forward of each stage switches gradients on itself
             in_parts = stepping if max_grad_norm is None and scaler is None else None
             try:
-                total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
+                with self._runner.hooks_watched():
+                    total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
             except BaseException as error:
                 self._after_a_failed_step(error, zero_grad and accumulate == 1)
                 raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, refuse_capture, run_inline
 from fxpipe.runtime.microbatch import ListOfRows, Parts
 from fxpipe.runtime.optimizer import Stepping
+from fxpipe.runtime.parameter_hooks import changing_none, have_hooks
 from fxpipe.runtime.random import is_alone
 
 NO_TRACE = (
@@ -221,6 +222,19 @@ class Runner:
             with suppress(Exception):  # it is the error of the call that matters
                 error.add_note(shortage(self.options, self.compiler.layout, *self._last))
             raise
+
+    def hooks_watched(self) -> AbstractContextManager[None]:
+        """A context for the run of a step, in which no hook on a parameter may change a parameter
+        that micro-batches are still to use (see :mod:`fxpipe.runtime.parameter_hooks`)."""
+        assert self._last is not None
+        (mode, chunks), loss_fn = self._last, self.options.loss_fn
+        of_loss = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        modules = [module for module, *_ in mode.guards.modules.modules]
+        modules += [module for each in of_loss for module in each.modules()]
+        if chunks == 1 or not have_hooks(modules):
+            return nullcontext()
+        named = {n: p for each in of_loss for n, p in each.named_parameters("loss_fn")}
+        return changing_none(named | dict(self.compiler.model.named_parameters()), chunks)
 
     def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:
         """Divide all gradients by a scaler's scale, ahead of the step of the optimizers."""
