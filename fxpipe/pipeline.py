@@ -48,6 +48,7 @@ from fxpipe.runtime.apart import all_whole
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import call
 from fxpipe.runtime.inference import without_backward
+from fxpipe.runtime.notes import writes_to_target_noted
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import Timeline
 from fxpipe.trace import bound_arguments, untouched
@@ -264,10 +265,11 @@ class Pipeline(ModelProxy):
         stepping = None
         if optimizers is not None:
             stepping = Stepping(optimizers, self.module.parameters(), zero_grad)
+        of_loss = None if self._runner.options.loss_fn is None else target
         with torch.no_grad():  # the forward of each stage switches gradients on itself
             in_parts = stepping if max_grad_norm is None and scaler is None else None
             try:
-                with self._runner.hooks_watched():
+                with self._runner.hooks_watched(), writes_to_target_noted(of_loss):
                     total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
             except BaseException as error:
                 self._after_a_failed_step(error, zero_grad and accumulate == 1)

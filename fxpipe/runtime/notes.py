@@ -1,17 +1,22 @@
-"""Notes on exceptions: at which stage, micro-batch, node and line of the model one was raised."""
+"""Notes on exceptions: at which stage, micro-batch, node and line of the model one was raised, and
+whether a loss has spoilt a backward by writing to its target."""
 
 from __future__ import annotations
 
 import linecache
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import fx
 
 from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.ir.text import shortened
+from fxpipe.runtime.writes import writes_counted
 
 LONGEST = 200
 """The most characters of a node's code in a note: it may have a value for each row."""
@@ -87,3 +92,29 @@ def _model_line(node: fx.Node) -> str | None:
     """The innermost line of the model's source in a node's stack trace; None if there is none."""
     frame = model_frame(node.meta.get("stack_trace"))
     return f"  {frame['text']}" if frame else None
+
+
+@contextmanager
+def writes_to_target_noted(target: Any) -> Iterator[None]:
+    """Inside the ``with`` block autograd's error of a tensor that it needs, and that has been
+    written to, gets a note if the target of a loss has been written to, too.
+
+    The micro-batches' parts of a target are views of it, and autograd counts the writes to all
+    views of a tensor together. In a loop over the micro-batches each backward runs ahead of the
+    next loss. Parts with counts of their own would hide writes to what the target shares its memory
+    with, such as the inputs.
+    """
+    tensors = tensors_of(target)
+    before = [writes_counted(tensor) for tensor in tensors]
+    try:
+        yield
+    except RuntimeError as error:
+        is_spoilt = "modified by an inplace operation" in str(error)
+        if is_spoilt and [writes_counted(tensor) for tensor in tensors] != before:
+            error.add_note(
+                "loss_fn writes to its target in place, and autograd takes that for a write to the "
+                "targets of all micro-batches, whose backwards are still to come: compute a new "
+                "tensor, as target * 0.5 in place of target.mul_(0.5). The target that was given "
+                "to the step has been changed"
+            )
+        raise

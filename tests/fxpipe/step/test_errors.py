@@ -281,3 +281,42 @@ def test_a_target_that_is_a_list_of_numbers_is_said_in_a_few_words():
     with pipe, pytest.raises(TypeError) as caught:
         pipe.step(torch.randn(4, 12), target=torch.randn(4, 100).tolist())
     assert all(len(note) < 300 for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("schedule, fails", [("gpipe", True), ("1f1b", False)])
+def test_a_loss_that_writes_to_its_target_is_told_of_where_that_spoils_the_backward(
+    schedule, fails
+):
+    """Autograd counts the writes to all parts of a target together, so that the loss of the next
+    micro-batch spoils the backward of this one, unless that has run by then."""
+
+    def loss_of(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(output, target["y"].mul_(0.5))
+
+    model, x, y = MLP(), torch.randn(6, 12), torch.randn(6, 12)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=loss_of) as pipe:
+        if not fails:
+            target = {"y": y.clone()}
+            pipe.step(x, target=target)
+            assert same(target["y"], y * 0.5)
+            return
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            pipe.step(x, target={"y": y})
+    assert any("loss_fn writes to its target" in note for note in raised.value.__notes__)
+
+
+def test_a_target_that_is_not_written_to_is_not_blamed_for_a_spoilt_backward():
+    class Spoilt(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).exp()
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        output.mul_(2)  # the backward of exp needs its result
+        return F.mse_loss(output, target)
+
+    with (
+        fxpipe.compile(Spoilt(), ["cpu"] * 2, chunks=3, loss_fn=loss_of, check=False) as pipe,
+        pytest.raises(RuntimeError, match="modified by an inplace operation") as raised,
+    ):
+        pipe.step(torch.randn(6, 12), target=torch.randn(6, 12))
+    assert not any("target" in note for note in raised.value.__notes__)
