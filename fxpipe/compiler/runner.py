@@ -56,6 +56,9 @@ class Runner:
         example: the call to compile for if graphs are asked for before the first call.
     """
 
+    calls_are_trained = True
+    """Whether ``pipe(x)`` has a backward of its own."""
+
     def __init__(self, compiler: Compiler, example: Sample | None = None) -> None:
         self.compiler = compiler
         self._example = example
@@ -234,7 +237,8 @@ class Runner:
         if chunks == 1 or not have_hooks(modules):
             return nullcontext()
         named = {n: p for each in of_loss for n, p in each.named_parameters("loss_fn")}
-        return changing_none(named | dict(self.compiler.model.named_parameters()), chunks)
+        named |= dict(self.compiler.model.named_parameters())
+        return changing_none(named, chunks, calls_are_trained=self.calls_are_trained)
 
     def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:
         """Divide all gradients by a scaler's scale, ahead of the step of the optimizers."""

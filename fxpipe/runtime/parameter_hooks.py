@@ -18,8 +18,9 @@ no operator that raises no version counter (one by NumPy, say) is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -40,7 +41,9 @@ def have_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
-def changing_none(parameters: Mapping[str, Tensor], calls: int) -> Iterator[None]:
+def changing_none(
+    parameters: Mapping[str, Tensor], calls: int, *, calls_are_trained: bool = True
+) -> Iterator[None]:
     """Inside the ``with`` block a hook on a parameter raises RuntimeError where it changes one of
     the parameters, unless that one's hooks have been called for the last time.
 
@@ -49,16 +52,17 @@ def changing_none(parameters: Mapping[str, Tensor], calls: int) -> Iterator[None
 
     Args:
         calls: how often each hook is called, which is once for each micro-batch.
+        calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
     """
     whole = {name: each for name, each in parameters.items() if not is_in_parts(each)}
     names = {memory_of(parameter): name for name, parameter in whole.items()}
-    others: dict[str, list[_Watched]] = {name: [] for name in whole}
+    together = _Together(names, {name: [] for name in whole}, calls_are_trained)
     places = []
     for name, parameter in whole.items():
         for hooks in gradient_hooks(parameter):
             for key, hook in (hooks or {}).items():
-                watched = _Watched(hook, name, parameter, calls, names, others)
-                others[name].append(watched)
+                watched = _Watched(hook, name, parameter, calls, together)
+                together.hooks[name].append(watched)
                 places.append((hooks, key, watched))
     for hooks, key, watched in places:
         hooks[key] = watched
@@ -70,6 +74,15 @@ def changing_none(parameters: Mapping[str, Tensor], calls: int) -> Iterator[None
                 hooks[key] = watched.hook
 
 
+@dataclass(frozen=True)
+class _Together:
+    """What the hooks of one step know of each other."""
+
+    names: Mapping[int, str]  # of the parameters, by their memory
+    hooks: Mapping[str, list[_Watched]]  # those of each parameter, by its name
+    calls_are_trained: bool
+
+
 class _Watched:
     """A hook on a parameter that is stopped where it changes a parameter too early."""
 
@@ -79,12 +92,10 @@ class _Watched:
         name: str,
         parameter: Tensor,
         calls: int,
-        names: Mapping[int, str],
-        others: Mapping[str, Sequence[_Watched]],
+        together: _Together,
     ) -> None:
         self.hook, self.calls_left = hook, calls
-        self._name, self._parameter = name, parameter
-        self._names, self._others = names, others
+        self._name, self._parameter, self._together = name, parameter, together
         self._changed = ""  # the name of a parameter that the hook has changed
 
     def __call__(self, *args: Any) -> Any:
@@ -92,7 +103,7 @@ class _Watched:
             self._refuse(self._changed, is_done=True)
         self.calls_left -= 1
         before = memory_of(self._parameter), writes_counted(self._parameter)
-        with _WritesTo(self._names, self._on_write):
+        with _WritesTo(self._together.names, self._on_write):
             result = self.hook(*args)
         if (memory_of(self._parameter), writes_counted(self._parameter)) != before:
             self._changed = self._name
@@ -101,7 +112,7 @@ class _Watched:
         return result
 
     def _on_write(self, name: str) -> None:
-        hooks = [self] if name == self._name else self._others[name]
+        hooks = [self] if name == self._name else self._together.hooks[name]
         if not hooks or any(hook.calls_left > 0 for hook in hooks):
             self._refuse(name, is_done=False)
         self._changed = name
@@ -110,15 +121,20 @@ class _Watched:
         what = "it" if changed == self._name else repr(changed)
         done = f"has changed {what}" if is_done else f"changes {what}"
         left = f"{changed!r} stays changed" if is_done else f"{changed!r} has not been changed"
+        otherwise = ""
+        if self._together.calls_are_trained:
+            otherwise = (
+                "or call pipe(x) and loss.backward(), where the hook is called once, with the "
+                "whole gradient; "
+            )
         raise RuntimeError(
             f"a hook on the parameter {self._name!r} {done} while micro-batches of the mini-batch "
             "are still to use it. pipe.step may have run forwards of these by now, so that it "
             "would train on other weights than a loop over micro-batches. If the hook steps an "
             "optimizer, remove it and give pipe.step(optimizer=...), which steps each stage as "
-            "soon as its gradients are complete; or call pipe(x) and loss.backward(), where the "
-            "hook is called once, with the whole gradient; or compile "
-            f"with chunks=1. The step has failed, and {left}; what else the hook has changed, such "
-            "as the state of an optimizer, stays so"
+            f"soon as its gradients are complete; {otherwise}or compile with chunks=1. The step "
+            f"has failed, and {left}; what else the hook has changed, such as the state of an "
+            "optimizer, stays so"
         )
 
 

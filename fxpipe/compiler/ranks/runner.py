@@ -39,6 +39,7 @@ class RankRunner(Runner):
     """Runs the programs of this rank, at the same time as the other ranks run theirs."""
 
     compiler: RankCompiler
+    calls_are_trained = False
 
     def __init__(self, compiler: RankCompiler) -> None:
         super().__init__(compiler)

@@ -210,6 +210,19 @@ def said_to_a_backward(group: Where, make: Make, x: Tensor, **options: Any) -> s
         return str(error.value)
 
 
+def said_to_an_optimizer_in_hooks(group: Where, make: Make, call: Call, **options: Any) -> str:
+    """What a rank says to a step in which hooks on its parameters step them."""
+    with compiled(group, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        for parameter in pipe.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() and None)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        with pytest.raises(RuntimeError) as error:
+            pipe.step(*call.args, target=call.target)
+        assert all(map(torch.equal, before, pipe.parameters()))
+        return str(error.value)
+
+
 def drawn(group: Where, make: Make, call: Call, **options: Any) -> tuple[str, str, str, str]:
     """The pictures of this rank's program and of all, and the report, after a step; and what is
     said to the first of them before any step."""

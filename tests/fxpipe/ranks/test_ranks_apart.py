@@ -170,3 +170,11 @@ def test_no_backward_of_a_call_is_advised_as_ranks_have_none(pool):
     (text,) = last
     assert text.startswith("the loss is neither a mean over the rows nor a sum")
     assert text.endswith("give chunks=1") and "pipe(x)" not in text
+
+
+def test_a_hook_that_changes_a_parameter_between_micro_batches_ends_the_step_on_all_ranks(pool):
+    options = {"chunks": 4, "schedule": "1f1b", "partition": ["b", "c", "d"]}
+    said = pool.run(jobs.said_to_an_optimizer_in_hooks, four, Call((X,), torch.randn(8)), **options)
+    for each in said:
+        assert "a hook on the parameter 'd." in each and "while micro-batches" in each
+        assert "give pipe.step(optimizer=...)" in each and "pipe(x)" not in each
