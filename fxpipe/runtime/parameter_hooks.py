@@ -56,13 +56,13 @@ def changing_none(
     """
     whole = {name: each for name, each in parameters.items() if not is_in_parts(each)}
     names = {memory_of(parameter): name for name, parameter in whole.items()}
-    together = _Together(names, {name: [] for name in whole}, calls_are_trained)
+    of_step = _HooksOfStep(names, {name: [] for name in whole}, calls_are_trained)
     places = []
     for name, parameter in whole.items():
         for hooks in gradient_hooks(parameter):
             for key, hook in (hooks or {}).items():
-                watched = _Watched(hook, name, parameter, calls, together)
-                together.hooks[name].append(watched)
+                watched = _Watched(hook, name, parameter, calls, of_step)
+                of_step.hooks[name].append(watched)
                 places.append((hooks, key, watched))
     for hooks, key, watched in places:
         hooks[key] = watched
@@ -75,7 +75,7 @@ def changing_none(
 
 
 @dataclass(frozen=True)
-class _Together:
+class _HooksOfStep:
     """What the hooks of one step know of each other."""
 
     names: Mapping[int, str]  # of the parameters, by their memory
@@ -92,10 +92,10 @@ class _Watched:
         name: str,
         parameter: Tensor,
         calls: int,
-        together: _Together,
+        of_step: _HooksOfStep,
     ) -> None:
         self.hook, self.calls_left = hook, calls
-        self._name, self._parameter, self._together = name, parameter, together
+        self._name, self._parameter, self._of_step = name, parameter, of_step
         self._changed = ""  # the name of a parameter that the hook has changed
 
     def __call__(self, *args: Any) -> Any:
@@ -103,7 +103,7 @@ class _Watched:
             self._refuse(self._changed, is_done=True)
         self.calls_left -= 1
         before = memory_of(self._parameter), writes_counted(self._parameter)
-        with _WritesTo(self._together.names, self._on_write):
+        with _WritesTo(self._of_step.names, self._on_write):
             result = self.hook(*args)
         if (memory_of(self._parameter), writes_counted(self._parameter)) != before:
             self._changed = self._name
@@ -112,7 +112,7 @@ class _Watched:
         return result
 
     def _on_write(self, name: str) -> None:
-        hooks = [self] if name == self._name else self._together.hooks[name]
+        hooks = [self] if name == self._name else self._of_step.hooks[name]
         if not hooks or any(hook.calls_left > 0 for hook in hooks):
             self._refuse(name, is_done=False)
         self._changed = name
@@ -122,7 +122,7 @@ class _Watched:
         done = f"has changed {what}" if is_done else f"changes {what}"
         left = f"{changed!r} stays changed" if is_done else f"{changed!r} has not been changed"
         otherwise = ""
-        if self._together.calls_are_trained:
+        if self._of_step.calls_are_trained:
             otherwise = (
                 "or call pipe(x) and loss.backward(), where the hook is called once, with the "
                 "whole gradient; "
