@@ -401,7 +401,8 @@ class Explaining:
         sentences += self._advice(work)
         sentences += self._measured(now)
         if self.measured is None:
-            needs = "" if self._calls.has_loss or not training else ", which need loss_fn="
+            has_loss = self._calls.has_loss or not training
+            needs = "" if has_loss else ", once it is compiled with loss_fn="
             sentences.append(
                 f"The times of nodes {self._source}; pipe.measure(...) measures {run}s{needs}:"
             )

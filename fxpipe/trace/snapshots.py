@@ -45,11 +45,9 @@ PLAIN = (
 _SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_of has found
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are compared only if none of their elements can change in place
-_LONG = 10_000  # longer ones are taken for data that no forward branches by: not compared
+_LONG = 10_000  # longer ones, and arrays of NumPy, are taken for data by which no forward branches
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _DEPTH = 6  # how deep values are compared that are nested in others
-SMALL = 1024
-"""Of a larger array of NumPy no elements are compared."""
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
 _FEW = 32
 
@@ -84,16 +82,19 @@ class _Elements:
     """The elements that an array has now: compared by their bytes, so that NaN equals NaN."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.key = array.dtype, array.shape, array.tobytes()
-        self.said = " ".join(np.array2string(array, threshold=8).split())
+        self.array = array.copy()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Elements) and self.key == other.key
+        if not isinstance(other, _Elements):
+            return False
+        one, another = self.array, other.array
+        is_alike = one.dtype == another.dtype and one.shape == another.shape
+        return is_alike and one.tobytes() == another.tobytes()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return self.said
+        return " ".join(np.array2string(self.array, threshold=8).split())
 
 
 class _Atoms:
@@ -126,7 +127,7 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     its attributes, both at most ``depth`` levels deep, the innermost ones only where there are few
     of them; anything else by its identity.
     """
-    if isinstance(value, np.ndarray) and value.size <= SMALL:
+    if isinstance(value, np.ndarray) and value.size <= _LONG:
         return type(value), _Elements(value)
     if isinstance(value, bytearray | array) and len(value) <= _LONG:
         return type(value), value[:]
