@@ -367,18 +367,21 @@ class PlanQuestion:
 
     def can_fit(self) -> bool:
         """Whether a plan is found that fits. One that fits is enough, which need not be the
-        fastest; and nodes are not shifted between devices that together have too little memory,
-        which takes long and hardly ever helps."""
+        fastest. Where stages recompute what they can, and all devices together have too little
+        memory for that, no other cut is looked for: it would need about as much."""
+        search = self._search
         if not self.is_automatic:
-            return not self._search.given().short
-        search, every = self._search, list[CutWithWays]()
+            return not search.given().short
+        every = [search.free]
         searches = (each for part in self._parts for each in self._searches(part, fastest=False))
         for found in itertools.chain([search.free], itertools.chain.from_iterable(searches)):
             if not found.short:
                 return True
-            every.append(found)
-        nearest = min(every, key=lambda found: found.short)
-        return search.has_room(nearest) and not search.fitting(nearest).short
+            if found is not search.free:
+                every.append(found)
+                if not search.has_room(found):
+                    return False
+        return not search.fitting(min(every, key=lambda found: found.short)).short
 
     def _searches(self, part: int, fastest: bool = True) -> Iterator[Iterable[CutWithWays]]:
         """What two searches under the limits find, see :meth:`JointSearch.found`: the second goes
