@@ -439,7 +439,7 @@ def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, .
     best, failures = tuple(found), 0
     rng = random.Random(0)
     lines = united(*map(prefixes, orders(dag)))
-    near_one = task.effort.near // max(1, task.machine.stages - 1)
+    near_one = max(1, task.effort.near // max(1, task.machine.stages - 1))
     while failures < task.effort.patience:
         label = np.asarray(best)
         near = [downsets_near(dag, label < s, near_one, rng) for s in range(1, task.machine.stages)]

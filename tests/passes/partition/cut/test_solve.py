@@ -8,7 +8,7 @@ import pytest
 
 from passes.partition.cut.bounds import lower_bound
 from passes.partition.cut.dag import Dag, Machine, Value, prices
-from passes.partition.cut.solve import Effort, solve, solve_in_order, tightest
+from passes.partition.cut.solve import QUICK, Effort, solve, solve_in_order, tightest
 from tests.passes.partition.cut.random_dags import costs, labellings, random_case, random_dag
 
 NEAR = 1e-9
@@ -131,6 +131,12 @@ def test_the_cut_in_order_is_contiguous():
 def test_the_same_graph_is_always_cut_the_same():
     cuts = {solve(random_dag(random.Random(3), 60), Machine(4)).stage for _ in range(3)}
     assert len(cuts) == 1
+
+
+def test_with_little_effort_more_stages_may_be_asked_for_than_downsets_are_looked_at():
+    dag, machine = ladder(260), Machine(QUICK.near + 20)
+    cut = solve(dag, machine, effort=QUICK)
+    assert cut is not None and len(set(cut.stage)) == machine.stages
 
 
 def test_fewer_nodes_than_stages_cannot_be_cut():
