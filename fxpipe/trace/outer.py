@@ -33,7 +33,7 @@ from fxpipe.trace.snapshots import content_of
 
 _Cache: type[Any] = type(functools.cache(len))
 _CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
-_HOLD = *_CONTAINERS, tuple
+_BASES = dict, list, set, tuple, deque
 _VALUES = Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool
 _DEPTH = 5  # how many calls deep the code of a forward is followed
 _MANY = 10_000  # a longer container is data, of which no copy is made
@@ -89,7 +89,7 @@ def _has_values(container: Any, depth: int = 3) -> bool:
     """Whether there are tensors, or what stands for values in a trace, in a container."""
     if isinstance(container, _VALUES):
         return True
-    if not depth or not isinstance(container, _HOLD) or len(container) > _MANY:
+    if not depth or not isinstance(container, _BASES) or len(container) > _MANY:
         return False
     parts = [*container, *(container.values() if isinstance(container, dict) else ())]
     return any(_has_values(part, depth - 1) for part in parts)
@@ -129,7 +129,7 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     own = [pair for m in modules for pair in vars(m).items() if pair[0] not in _OF_MODULES]
     classes = [*classes_of(model, but), *_classes_held([value for _, value in own])]
     values = [pair for pair in own if callable(pair[1])]
-    values += [part for _, value in own if isinstance(value, _HOLD) for part in _read_by(value)]
+    values += [part for _, value in own if isinstance(value, _BASES) for part in _read_by(value)]
     values += [pair for kind in classes for pair in _called_by_python(kind)]
     known = {id(value) for _, value in values} | left_out
     names = {"forward"}
@@ -159,10 +159,12 @@ def _classes_held(values: Sequence[Any]) -> list[type]:
 
 def _parts_of(value: Any) -> Iterable[Any]:
     """What an object of the model's own code, or one that only holds attributes, has as attributes;
-    or what is in a container."""
-    if isinstance(value, _HOLD):
-        inside = value.values() if isinstance(value, dict) else value
-        return list(inside) if len(value) <= _FEW else ()
+    or what is in a container. Code of the container's own class does not run: it may load things.
+    """
+    kind: Any = next((kind for kind in _BASES if isinstance(value, kind)), None)
+    if kind is not None:
+        is_long = kind.__len__(value) > _FEW
+        return () if is_long else list(dict.values(value) if kind is dict else kind.__iter__(value))
     if isinstance(value, nn.Module | Tensor | type | FunctionType):
         return ()
     is_looked_into = isinstance(value, SimpleNamespace) or is_users_class(type(value))
@@ -220,7 +222,7 @@ def _read_by(value: Any) -> Iterable[_Named]:
         return _of_class(value, vars(value)) if is_users_class(value) else ()
     if isinstance(value, FunctionType):
         return _read_by_function(value) if is_users(value) else ()
-    if isinstance(value, _HOLD):  # such as a table of functions
+    if isinstance(value, _BASES):  # such as a table of functions
         code = FunctionType, MethodType, functools.partial, _Cache, type
         return [("", v) for v in _parts_of(value) if isinstance(v, code) or _is_users_object(v)]
     if not _is_users_object(value):

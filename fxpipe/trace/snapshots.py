@@ -16,7 +16,7 @@ import reprlib
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -46,6 +46,7 @@ _SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are compared only if none of their elements can change in place
 _LONG = 10_000  # longer ones, and arrays of NumPy, are taken for data by which no forward branches
+_LONG_KINDS = list, tuple, deque, dict, OrderedDict, defaultdict
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _DEPTH = 6  # how deep values are compared that are nested in others
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
@@ -157,9 +158,9 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
 
 def _are_atoms(value: Any) -> bool:
     """Whether a value is a container, and not too long, whose elements are all without parts."""
-    if not isinstance(value, list | tuple | deque | Mapping) or len(value) > _LONG:
+    if type(value) not in _LONG_KINDS or len(value) > _LONG:
         return False
-    return _ATOMS.issuperset(map(type, value.values() if isinstance(value, Mapping) else value))
+    return _ATOMS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
 
 
 def _named(value: Any) -> tuple[Any, Iterable[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -120,6 +121,30 @@ def test_a_model_computes_tensors_after_it_has_been_compiled(kind: str, branches
             x = torch.randn(4, length, 4)
             assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
             assert type(model(x)) is Tensor
+
+
+class LoadsWhatItHas(OrderedDict[str, Tensor]):
+    """A table that runs code as somebody looks at all that it has."""
+
+    def values(self):
+        raise ValueError("not to be loaded")
+
+
+LOADS = LoadsWhatItHas(weight=torch.ones(4))
+
+
+def test_code_of_a_kind_of_dict_does_not_run_as_it_is_looked_into() -> None:
+    class ReadsATable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * LOADS["weight"]
+
+    model, x = ReadsATable(), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
 
 
 @pytest.mark.parametrize("tracer", ["auto", "export"])  # a look-up by a size is no symbol
