@@ -56,10 +56,22 @@ class Held:
         return Held(
             pages * os.sysconf("SC_PAGE_SIZE"),
             sum(issubclass(type(each), Tensor) for each in gc.get_objects()),
-            threading.active_count(),
+            _threads(),
             len(os.listdir("/proc/self/fd")),
             0 if pipe is None else len(pipe.all_guards),
         )
+
+
+def _threads(still: int = 10) -> int:
+    """How many threads there are, once that has not become fewer in so many looks: those of the
+    queues of a DataLoader end a moment after it."""
+    found, looks = threading.active_count(), 0
+    while looks < still:
+        time.sleep(0.01)
+        now, looks = threading.active_count(), looks + 1
+        if now < found:
+            found, looks = now, 0
+    return found
 
 
 def soaked(
