@@ -20,7 +20,8 @@ MANY = 256  # a longer container is data: its elements are recorded, but not wha
 
 PLAIN = type(None), bool, int, float, complex, str, bytes
 """The types of values that have no parts, and cannot be changed."""
-_EVERY = frozenset(vars(nn.Module()))  # parameters, hooks, modules: what every module has
+OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has: ``training``, and tables of parameters, hooks and so on."""
 
 STATEFUL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that compute with a state which their forward changes. A checkpoint that runs them a
@@ -123,7 +124,7 @@ class State:
         """Give the modules the attributes, with their contents, that have been recorded."""
         for module, before in self._attributes:
             own = vars(module)
-            for name in own.keys() - before.keys() - _EVERY:
+            for name in own.keys() - before.keys() - OF_MODULES:
                 del own[name]
             for name, value in before.items():
                 if own.get(name) is not value or name not in own:
@@ -146,7 +147,7 @@ class State:
 def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that its class or its user has added to those that every
     ``nn.Module`` has."""
-    return {name: value for name, value in vars(module).items() if name not in _EVERY}
+    return {name: value for name, value in vars(module).items() if name not in OF_MODULES}
 
 
 def _contents(value: Any) -> Any:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed, is_users_type
-from fxpipe.runtime.state import State
+from fxpipe.runtime.state import OF_MODULES, State
 from fxpipe.trace.snapshots import content_of
 
 _Cache: type[Any] = type(functools.cache(len))
@@ -38,7 +38,6 @@ _VALUES = Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool
 _DEPTH = 5  # how many calls deep the code of a forward is followed
 _MANY = 10_000  # a longer container is data, of which no copy is made
 _FEW = 256  # in a longer container no functions and objects of the model's are looked for
-_OF_MODULES = frozenset(vars(nn.Module()))
 _NEVER_READ = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__del__"})
 _NEVER_READ |= {"__repr__", "__str__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__"}
 """Methods that Python calls by itself, but in no forward."""
@@ -126,7 +125,7 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     on: a list for each of these levels."""
     left_out = {id(each) for each in but}
     modules = [module for module in model.modules() if id(module) not in left_out]
-    own = [pair for m in modules for pair in vars(m).items() if pair[0] not in _OF_MODULES]
+    own = [pair for m in modules for pair in vars(m).items() if pair[0] not in OF_MODULES]
     classes = [*classes_of(model, but), *_classes_held([value for _, value in own])]
     values = [pair for pair in own if callable(pair[1])]
     values += [part for _, value in own if isinstance(value, _BASES) for part in _read_by(value)]

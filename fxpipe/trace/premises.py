@@ -39,6 +39,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import version_of
 from fxpipe.ir.source import is_a_models
 from fxpipe.ir.tensors import tensors_of
+from fxpipe.runtime.state import OF_MODULES
 from fxpipe.trace import patches
 from fxpipe.trace.flags import OF_INPUTS, flag_of, flags_read, is_flag
 from fxpipe.trace.global_values import GlobalValues
@@ -61,9 +62,8 @@ Reads = dict[Attribute, Any]
 
 
 _LOOK_UP = "__getattribute__"
-_EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
 # Read at every look-up of a parameter, or call of a module; no attributes of a forward.
-_PASSED = _EVERY | {"__dict__", "__class__"}
+_PASSED = OF_MODULES | {"__dict__", "__class__"}
 _DICT = "__dict__"
 _OF_MODULE = nn.Module.__getattr__.__globals__  # of the code that looks into it most often
 _INHERITED = frozenset(dir(nn.Module))
@@ -90,6 +90,11 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     def note(module: nn.Module, name: str) -> None:
         reads.setdefault((module, name), state_of(module, name))
 
+    def note_all(module: nn.Module, own: Mapping[str, Any]) -> None:
+        for name, value in own.items():
+            if name not in _PASSED and not isinstance(value, nn.Module):
+                note(module, name)
+
     modules = {*model.modules(), *modules_around(model)}
     thread, this_thread = threading.get_ident(), threading.get_ident
 
@@ -98,10 +103,9 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
             # Compiling looks up millions of attributes, nearly all of them tables of modules.
             if name in _PASSED or this_thread() != thread:
                 found = original(self, name)
-                if name == _DICT and _is_for_a_model(sys._getframe(1)) and self in modules:
-                    for each in found.keys() - _PASSED if this_thread() == thread else ():
-                        if not isinstance(found[each], nn.Module):
-                            reads.setdefault((self, each), snapshot(found[each]))
+                is_all = name == _DICT and self in modules and _is_for_a_model(sys._getframe(1))
+                if is_all and this_thread() == thread:
+                    note_all(self, found)
                 return found
             try:
                 value = original(self, name)

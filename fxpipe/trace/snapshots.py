@@ -47,7 +47,7 @@ _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there h
 _MANY = 256  # longer containers are compared only if none of their elements can change in place
 _LONG = 10_000  # longer ones, and arrays of NumPy, are taken for data by which no forward branches
 _LONG_KINDS = list, tuple, deque, dict, OrderedDict, defaultdict
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_ATOMS = frozenset(PLAIN) - {type}  # a class may have settings
 _DEPTH = 6  # how deep values are compared that are nested in others
 _WIDE = 2  # so many levels are compared whole; deeper ones only if they have few elements
 _FEW = 32
@@ -131,7 +131,7 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, np.ndarray) and value.size <= _LONG:
         return type(value), _Elements(value)
     if isinstance(value, bytearray | array) and len(value) <= _LONG:
-        return type(value), value[:]
+        return type(value), memoryview(value).tobytes()  # in which NaN equals NaN
     if depth and isinstance(value, type) and (settings := settings_of(value)):
         return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
     if isinstance(value, PLAIN):
@@ -145,11 +145,7 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
             return type(value), [snapshot(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
             return type(value), [(key, snapshot(each, depth - 1)) for key, each in value.items()]
-        if (
-            most == _MANY
-            and isinstance(value, list | tuple | deque | Mapping)
-            and _are_atoms(value)
-        ):
+        if is_wide and _are_atoms(value):
             return type(value), _Atoms(*_named(value))
         if (parts := parts_of(value)) and len(parts) <= most:
             return _Is(value), [(name, snapshot(part, depth - 1)) for name, part in parts]
@@ -165,7 +161,7 @@ def _are_atoms(value: Any) -> bool:
 
 def _named(value: Any) -> tuple[Any, Iterable[Any]]:
     """The keys, or the places, and the elements of a container."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return tuple(value), value.values()
     return range(len(value)), value
 

@@ -47,6 +47,7 @@ from fxpipe.compiler.disk.versions import (
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.tensors import memory_of
 from fxpipe.ir.text import human_bytes
+from fxpipe.runtime.state import OF_MODULES
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice),
@@ -61,7 +62,6 @@ _NOT_LOOKED_INTO = (
 _ABOUT_CLASSES = re.compile(r"__\w+__$|_abc_impl$")
 """The names of what a class has beside functions that says nothing of what these compute:
 documentation, annotations..."""
-_OF_MODULES = frozenset(vars(nn.Module()))
 _IN_C = "builtins", "torch._C"
 _MOST = 2_000_000  # values
 _LARGEST = 2**28  # bytes of a tensor that is a constant of the model
@@ -227,7 +227,7 @@ class Digest:
             self._tensor(f"{path}.{name}", tensor, with_values=with_values)
         for name, value in vars(module).items():
             is_special = hasattr(type(module), name) or _is_function(value)  # a forward, say
-            if name not in _OF_MODULES and (is_special or not is_own):
+            if name not in OF_MODULES and (is_special or not is_own):
                 self._token(name)
                 self._value(f"{path}.{name}", value)
         for name in HOOKS:

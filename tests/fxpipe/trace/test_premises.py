@@ -355,6 +355,21 @@ def test_a_value_among_thousands_is_seen_to_change(kept):
     assert "kept" in said and (not isinstance(kept, list) or said == "kept[4999]: 1 → 3")
 
 
+def test_an_array_with_a_nan_is_equal_to_itself():
+    class KeepsAnArray(MLP):
+        def __init__(self):
+            super().__init__()
+            self.kept = array.array("f", [2.0, float("nan")])
+
+        def forward(self, x):
+            return super().forward(x) * self.kept[0]
+
+    with compiled(KeepsAnArray()) as pipe:
+        for _ in range(3):
+            pipe(X)
+        assert len(pipe.compilations) == 1
+
+
 def test_of_many_values_deep_in_a_configuration_none_is_compared():
     """They are data: a forward does not branch by them, and comparing them takes time in a call."""
     model = Switched()
