@@ -99,8 +99,7 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
     closures, that the code of a model's forward reads, as far as they are found by names."""
     kinds = nn.Module, nn.Parameter
     for name, value in (pair for values in _read(model) for pair in values):
-        is_kept = type(value) in (_Cache, *_CONTAINERS) and not name.endswith("__")  # annotations
-        if is_kept or isinstance(value, kinds):
+        if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
             yield name, value
 
 
@@ -218,7 +217,8 @@ def _read_by(value: Any) -> Iterable[_Named]:
     if isinstance(value, functools.partial):
         return [("", value.func)]
     if isinstance(value, type):
-        return _of_class(value, vars(value)) if is_users_class(value) else ()
+        names = (name for name in vars(value) if name != "__annotations__")
+        return _of_class(value, names) if is_users_class(value) else ()
     if isinstance(value, FunctionType):
         return _read_by_function(value) if is_users(value) else ()
     if isinstance(value, _BASES):  # such as a table of functions

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import warnings
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +147,45 @@ def test_code_of_a_kind_of_dict_does_not_run_as_it_is_looked_into() -> None:
     model, x = ReadsATable(), torch.randn(4, 4)
     with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
+
+
+SCRIPT = """
+import functools, fxpipe, torch
+from torch import nn
+
+TABLES = {}
+
+@functools.cache
+def cached(length):
+    return torch.arange(length).float()
+
+def by_hand(length):
+    if length not in TABLES:
+        TABLES[length] = torch.arange(length).float()
+    return TABLES[length]
+
+class AddsATable(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), table
+
+    def forward(self, x):
+        return self.layer(x) + self.table(x.shape[1])
+
+for table in cached, by_hand:
+    model, x = AddsATable(table), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
+        output = pipe(x)
+    assert torch.equal(output, torch.cat([model(part) for part in x.chunk(2)]))
+    assert type(table(4)) is torch.Tensor
+"""
+
+
+def test_tables_of_a_script_are_kept_as_they_were(tmp_path: Path) -> None:
+    """A script's module is ``__main__``, whose name looks like one that Python has for itself."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("tracer", ["auto", "export"])  # a look-up by a size is no symbol
