@@ -3,6 +3,7 @@ state dict, hooks and attributes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +15,18 @@ from fxpipe.ir.hooks import HOOKS
 _OF_ARGUMENTS = {"prepare_decoder_input_ids_from_labels"}
 """Methods of models of transformers that compute from their arguments and the configuration only.
 Other code asks whether a model has them, and does something else if it has not."""
+
+
+def _as_the_models(name: str) -> Any:
+    """A method of ``nn.Module`` that calls the model's own, which a model may define anew: its
+    ``train`` keeps a part in eval mode, say. What returns the model returns the proxy."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: ModelProxy, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
+
+    return method
 
 
 class ModelProxy(nn.Module):
@@ -38,6 +51,18 @@ class ModelProxy(nn.Module):
             _modules=model._modules,
             **{name: vars(model)[name] for name in HOOKS},
         )
+
+    train = _as_the_models("train")
+    eval = _as_the_models("eval")
+    requires_grad_ = _as_the_models("requires_grad_")
+    zero_grad = _as_the_models("zero_grad")
+    apply = _as_the_models("apply")
+    parameters = _as_the_models("parameters")
+    named_parameters = _as_the_models("named_parameters")
+    buffers = _as_the_models("buffers")
+    named_buffers = _as_the_models("named_buffers")
+    state_dict = _as_the_models("state_dict")
+    load_state_dict = _as_the_models("load_state_dict")
 
     @property
     def training(self) -> bool:
@@ -81,7 +106,8 @@ class ModelProxy(nn.Module):
             return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the model, if the model has it; else of the proxy.
+        """Set an attribute of the model. Functions that the model does not have are set at the
+        proxy only, as are names that begin with an underscore: other code keeps its own there.
 
         Raises:
             AttributeError: for a name that the proxy's class defines.
@@ -97,10 +123,20 @@ class ModelProxy(nn.Module):
             raise AttributeError(
                 f"{name!r} is a name of every {kind} and cannot be set; {there} pipe.module.{name}"
             )
-        if model is not None and name not in self.__dict__ and name in vars(model):
+        if model is not None and name not in self.__dict__ and self._is_the_models(name, value):
             setattr(model, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _is_the_models(self, name: str, value: Any) -> bool:
+        """Whether an attribute is set at the model; what PyTorch registers is at both anyway."""
+        if name in vars(self.module):
+            return True
+        if hasattr(nn.Module, name) or isinstance(value, nn.Module | nn.Parameter):
+            return False
+        if hasattr(type(self.module), name):
+            return True
+        return not (callable(value) or name.startswith("_") or hasattr(type(self), name))
 
     def _is_own(self, name: str) -> bool:
         """Whether a name is one of those that the proxy adds to ``nn.Module``."""
@@ -117,14 +153,6 @@ class ModelProxy(nn.Module):
     def __repr__(self) -> str:
         text: str = super().__repr__()
         return text.replace(self._get_name(), type(self).__name__, 1)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the model, under the model's own keys."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the model, as the model does."""
-        return self.module.load_state_dict(*args, **kwargs)
 
 
 def calling(model: nn.Module, call: Callable[..., Any]) -> Any:

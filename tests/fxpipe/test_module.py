@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from tests.zoo import MLP, MODELS, ResNet, loop, loss_of, same
@@ -129,8 +131,9 @@ def test_names_of_a_pipeline_cannot_be_set(name):
         with pytest.raises(AttributeError, match=f"'{name}' is a name of every Pipeline and"):
             setattr(pipe, name, before)
         assert getattr(model, name, None) is before
-        pipe.scale, pipe.note = 3.0, "of the pipeline"
-        assert model.scale == 3.0 and not hasattr(model, "note")
+        pipe.scale, pipe.note, pipe._note = 3.0, "of the model", "of other code"
+        assert model.scale == 3.0 and model.note == "of the model"
+        assert pipe._note == "of other code" and not hasattr(model, "_note")
 
 
 def test_where_to_set_a_name_of_a_pipeline_is_said():
@@ -143,6 +146,60 @@ def test_where_to_set_a_name_of_a_pipeline_is_said():
         )
         with pytest.raises(AttributeError, match=r"with the WithNames, set pipe\.module\.code$"):
             pipe.code = "x"
+
+
+class KeepsPartsOfItsOwn(nn.Module):
+    """Defines methods of ``nn.Module`` anew, and has an attribute, and another one, in its class
+    only."""
+
+    gain, calls = 1.0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def train(self, mode: bool = True) -> KeepsPartsOfItsOwn:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.last.parameters(recurse)
+
+    @property
+    def twice(self) -> float:
+        return self.gain / 2
+
+    @twice.setter
+    def twice(self, value: float) -> None:
+        self.gain = value * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.norm(self.first(x))) * self.gain
+        return -x if getattr(self, "is_negative", False) else x
+
+
+def test_methods_that_a_model_defines_anew_are_called() -> None:
+    model, roots = KeepsPartsOfItsOwn(), []
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        assert pipe.train() is pipe and model.training and not model.norm.training
+        pipe(torch.randn(4, 4))
+        assert model.norm.running_mean.count_nonzero() == 0
+        assert all(p is q for p, q in zip(pipe.parameters(), model.last.parameters(), strict=True))
+        assert pipe.apply(roots.append) is pipe and roots[-1] is model
+
+
+@pytest.mark.parametrize("name, value", [("gain", 3.0), ("twice", 3.0), ("is_negative", True)])
+def test_an_attribute_that_is_set_at_the_pipeline_is_the_models(name: str, value: object) -> None:
+    """It may be in the model's class so far, be a property, or be nowhere yet."""
+    model, x = KeepsPartsOfItsOwn().eval(), torch.randn(4, 4)
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        before = pipe(x)
+        setattr(pipe, name, value)
+        assert getattr(model, name) == getattr(pipe, name) == value
+        after = pipe(x)
+        assert not same(after, before)
+        assert same(after, torch.cat([model(part) for part in x.chunk(2)]))
 
 
 class Seq2Seq(MLP):
