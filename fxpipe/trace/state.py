@@ -29,9 +29,11 @@ from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_a_models
+from fxpipe.ir.structure import leaves
 from fxpipe.runtime.random import HostRandomState
 from fxpipe.runtime.state import STATEFUL, Attribute, State
 from fxpipe.trace.checks import Reference, difference
+from fxpipe.trace.derived import Derived
 from fxpipe.trace.errors import Refused, source_line
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import parameters_put_back, untouched
@@ -59,10 +61,11 @@ def kept_whole(
         STATEFUL.update(part for module in drawing for part in module.modules())
         return drawing, ()
     model, tensors = example.model, reference.tensors
-    later, lasting = _later_states(example, tensors, changed)
+    later, lasting, kept = _later_states(example, tensors, changed)
     # What has once been found to matter does so: with the state of now, it may be hard to see.
     known = [unit for unit in changed if unit[0] in STATEFUL]
-    matters = dict.fromkeys([*known, *_that_matter(example, reference, list(changed), later)])
+    found = _that_matter(example, reference, list(changed), later)
+    matters = dict.fromkeys([*known, *found, *kept])
     names = {module: name for name, module in model.named_modules()}
     whole = dict(drawing)
     for module, name in matters:
@@ -179,9 +182,10 @@ class _Later:
 
 def _later_states(
     example: Example, tensors: list[Tensor], changed: Iterable[Unit]
-) -> tuple[list[_Later], list[Unit]]:
-    """The states in which the second and the third call find the model, and those of the
-    ``changed`` attributes that the second call changes, too.
+) -> tuple[list[_Later], list[Unit], list[Unit]]:
+    """The states in which the second and the third call find the model; those of the ``changed``
+    attributes that the second call changes, too; and those that keep what the first call has
+    computed from parameters, which an optimizer changes (:mod:`fxpipe.trace.derived`).
 
     In the first of these calls every row is the example's last row, in the second its first row: an
     attribute that a call computes from its input and keeps then differs from the example's, and
@@ -190,6 +194,7 @@ def _later_states(
     pairs = list(zip(tensors, example.batch_dims, strict=True))
     later: list[_Later] = []
     lasting: list[Unit] = []
+    of_parameters: list[Unit] = []
     modules = list(example.model.modules())
     with untouched(example.model), torch.no_grad():
         for row in (-1, 0):
@@ -198,15 +203,26 @@ def _later_states(
                 tensor if dim is None else tensor.narrow(dim, row, 1).expand_as(tensor)
                 for tensor, dim in pairs
             ]
-            with parameters_put_back(example.model):
+            with (
+                parameters_put_back(example.model),
+                Derived(example.trained.values()) as derived,
+            ):
                 example.call([tensor.clone() for tensor in others])
             lasting = before.changed()
+            if not later:
+                of_parameters = [u for u in changed if any(map(derived.has, _tensors_in(*u)))]
             hooks: list[Setter] = [
                 partial(some.update, dict(some)) for m in modules for some in _hooks(m) if some
             ]
             attributes = {unit: Attribute(*unit).set for unit in changed}
             later.append(_Later(attributes, hooks))
-    return later, [unit for unit in lasting if unit in changed]
+    kept = [unit for unit in of_parameters if unit not in lasting]
+    return later, [unit for unit in lasting if unit in changed], kept
+
+
+def _tensors_in(module: nn.Module, name: str) -> list[Tensor]:
+    """The tensors in an attribute of a module, also in objects that are in it."""
+    return [part for _, part in leaves(vars(module).get(name)) if isinstance(part, Tensor)]
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:

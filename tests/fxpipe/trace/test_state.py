@@ -77,6 +77,28 @@ class Cached(nn.Module):
         return self.linear(x - self.first)
 
 
+class FirstWeight(nn.Module):
+    """Keeps the weight of its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept["start"] = self.linear.weight.detach().clone()
+        return self.linear(x) * (self.linear.weight - self.kept["start"]).norm()
+
+
+class ParametersAtHand(FirstWeight):
+    """Keeps the weight itself, which an optimizer changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept["weight"] = self.linear.weight
+        return self.linear(x) * self.kept["weight"].norm()
+
+
 def following(number: int) -> int:
     unchanged = number
     return unchanged + 1
@@ -130,6 +152,22 @@ def test_a_module_with_a_state_is_kept_whole_and_changes_it_once_a_micro_batch(
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@BOTH
+@pytest.mark.parametrize("kind, is_whole", [(FirstWeight, True), (ParametersAtHand, False)])
+def test_what_a_module_keeps_of_its_first_weight_is_not_the_weight_that_an_optimizer_changes(
+    tracer: str, kind: type[nn.Module], is_whole: bool
+) -> None:
+    model = around(kind())
+    plain = copy.deepcopy(model)
+    data = x(6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, tracer=tracer) as pipe:
+        for _ in range(2):
+            assert same(pipe(data).detach(), in_a_loop(plain, data, 3).detach())
+            for each in model, plain:
+                torch._foreach_mul_(list(map(torch.detach, each.parameters())), 2)
+        assert (model[1] in set(pipe.model_graph.modules())) == is_whole
+
+
 @pytest.mark.parametrize("kind", [Warmup, Recent, Nested])
 def test_a_module_whose_state_has_mattered_is_kept_whole_when_it_is_compiled_again(kind):
     """By the state of now, it cannot be seen: large sums make the same of every tanh."""
@@ -180,6 +218,7 @@ def test_tracing_leaves_the_state_as_it_was(tracer: str, kind: type[nn.Module]) 
             r"changes h in its forward \(at .*: self.h = 0.5 \* self.h \+ self.linear.bias.detach",
         ),
         (Cached, r"changes first in its forward \(at .*: self.first = x.detach"),
+        (FirstWeight, r"changes kept in its forward \(at .*: self.kept\[.start.\] = self.linear"),
         (Following, r"changes t in its forward \(at .*: self.t = following\(self.t\)\)"),
     ],
 )
