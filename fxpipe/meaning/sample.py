@@ -271,6 +271,8 @@ def _with_other_beginnings(rows: Tensor, example: Tensor, dim: int, first: int) 
         return rows
     if _has_one_a_row(rows, dim) or has_fractions(rows) or _is_storage(rows):
         return rows
+    if _is_constant(example):
+        return rows  # see _that_stay
     found, begin = rows.clone(), rows.select(dim, 0)
     for place in {first, rows.shape[dim] - 1} - {0}:
         own = found.select(dim, place)
@@ -296,6 +298,11 @@ def has_a_whole_number(tensor: Tensor, dim: int) -> bool:
     if not _has_one_a_row(tensor, dim) or tensor.is_meta or tensor.is_complex():
         return False
     return not has_fractions(tensor) and not _is_storage(tensor)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are equal, as those of a mask in which all count."""
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def _has_one_a_row(tensor: Tensor, dim: int) -> bool:
@@ -397,11 +404,11 @@ def _perturbed(
         low, high = finite.min(), finite.max()
         if low == high == 1 and example.numel() > 1 and not _has_one_a_row(example, dim):
             # It may be a mask in which all count. (A single number is none.)
-            return rows * torch.randint(2, rows.shape, generator=draw).to(rows)
+            return rows * _that_stay(rows, dim, first, draw).to(rows)
         if low == high or not bool((finite == finite.round()).all()):
             noise = torch.rand(rows.shape, generator=draw).to(rows)
             return _shaken(rows, low, high, noise)
-    if level == MIXED or (level == WHOLE and bool((example == example.flatten()[0]).all())):
+    if level == MIXED or (level == WHOLE and _is_constant(example)):
         return _exchanged(rows, example, dim, first, draw)
     return rows
 
@@ -433,6 +440,8 @@ def _uneven(
     if level != MIXED or example.device.type != "cpu":  # see _exchanged
         return rows
     flat = example.flatten()
+    if _is_constant(example):
+        return rows  # see _that_stay
     any_one = flat[torch.randint(flat.numel(), (), generator=draw)]
     few = torch.stack([flat.amin(), flat.amax(), any_one])
     replaced = few[torch.randint(len(few), rows.shape, generator=draw)]
@@ -508,7 +517,7 @@ def _exchanged(
     the one that another row has at the same place.
     """
     flat = example.flatten()
-    is_constant = bool((flat == flat[0]).all())
+    is_constant = _is_constant(example)
     if _has_one_a_row(rows, dim):
         few = _near(flat[0]) if is_constant and example.device.type == "cpu" else flat
         return _numbers_of_rows(rows, few, first, draw)
@@ -517,10 +526,26 @@ def _exchanged(
         index = torch.randint(batch, rows.shape, generator=draw).to(example.device)
         return example.gather(dim, index)
     if is_constant:
-        if rows.dtype == torch.bool:
+        if rows.dtype == torch.bool and draw.initial_seed() not in OF_PARTS_APART:
             return _with_one_other_row(rows, dim, draw)
-        flat = _near(flat[0])[:2]
+        other = _near(flat[0])[:2][-1]
+        return torch.where(_that_stay(rows, dim, first, draw), rows, other)
     return flat[torch.randint(flat.numel(), rows.shape, generator=draw)]
+
+
+def _that_stay(rows: Tensor, dim: int, first: int, draw: torch.Generator) -> Tensor:
+    """Which of many equal values stay as they are: half of them, and one in each row at least, as
+    it may be a mask. In the samples OF_PARTS_APART these are all of the ``first`` rows, the first
+    part, and few of the others: whether any one or all count, in a column or at all, is then
+    something else for a part than for the whole, of several rows as well."""
+    count = rows.shape[dim]
+    share = torch.full((count,), 0.5)
+    if first and draw.initial_seed() in OF_PARTS_APART:
+        share = torch.where(torch.arange(count) < first, 1.0, 0.1)
+    each = rows.movedim(dim, 0)
+    stays = torch.rand((count, rows.numel() // count), generator=draw) < share[:, None]
+    one = torch.randint(stays.shape[1], (count, 1), generator=draw)
+    return stays.scatter(1, one, True).reshape(each.shape).movedim(0, dim).to(rows.device)
 
 
 def _near(number: Tensor) -> Tensor:

@@ -295,8 +295,8 @@ def _tell(
     kind, path = type(example.model).__name__, f"{path}.{name}".removeprefix(".")
     warn(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
-        "after a call what it was before. No output depends on what it was before; if you read it "
-        f"after a call, {_instead(owners[0], name)}",
+        "after a call what it was before. No output of this call depends on that; if you read it "
+        f"after a call, or the model does in another mode, {_instead(owners[0], name)}",
     )
 
 

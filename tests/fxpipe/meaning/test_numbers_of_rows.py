@@ -218,5 +218,36 @@ def test_samples_of_whole_rows_tell_their_parts_apart(sizes, shape, level: str):
 def test_rows_of_several_numbers_begin_with_others(sizes, dtype, most: int):
     """The second part has none of the first row's numbers in its own first and last row."""
     for seed in range(TRIALS):
-        (found,) = sampled([torch.randint(most, (ROWS, 3)).to(dtype)], [0], sizes, MIXED, seed)
+        numbers = torch.randint(most, (ROWS, 3))
+        numbers[0, :2] = torch.tensor([0, 1])  # so that they are not all equal as flags
+        (found,) = sampled([numbers.to(dtype)], [0], sizes, MIXED, seed)
         assert (found[0] != found[sizes[0]]).all() and (found[0] != found[-1]).all()
+
+
+class Masked(nn.Module):
+    """Scales a layer by what a mask has in all rows."""
+
+    def __init__(self, of_mask):
+        super().__init__()
+        self.layer, self.of_mask = nn.Linear(4, 4), of_mask
+
+    def forward(self, x, mask):
+        return self.layer(x) * self.of_mask(mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.long, torch.bool])
+@pytest.mark.parametrize("columns", [4, 40])
+@pytest.mark.parametrize(
+    "of_mask",
+    [lambda mask: mask.float().amax(0)[:4], lambda mask: 1 + mask.bool().all(0)[:4].float()],
+    ids=["any", "all"],
+)
+def test_a_mask_of_ones_of_which_all_rows_take_what_any_or_all_have_is_not_cut(
+    of_mask, columns, dtype
+):
+    """In parts of several rows of a mask that is drawn at random each column has a one."""
+    model = Masked(of_mask)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4) as pipe:
+        pipe(torch.randn(8, 4), torch.ones(8, columns, dtype=dtype))
+        x, mask = torch.randn(8, 4), (torch.arange(8 * columns) % 3 == 0).reshape(8, -1).to(dtype)
+        assert torch.equal(pipe(x, mask), torch.cat([model(part, mask) for part in x.chunk(4)]))

@@ -12,6 +12,7 @@ from fxpipe.meaning.sample import (
     LEVELS,
     MIXED,
     OF_LABELS,
+    OF_PARTS_APART,
     WHOLE,
     count_of_rows,
     sampled,
@@ -115,3 +116,13 @@ def test_a_single_number_that_is_one_is_taken_for_no_mask(one, seed):
     """A temperature, a weight of a term or a count that is 0 would be another model's."""
     _, found = sampled([missing_in(9), one], [0, None], (1, 3), WHOLE, seed)
     assert found.shape == one.shape and float(found) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.long, torch.bool])
+@pytest.mark.parametrize("seed", OF_PARTS_APART)
+def test_of_equal_values_all_stay_in_the_first_part_and_few_in_the_other(dtype, seed):
+    """What any row, or all rows, have in a column differs for parts of several rows, too."""
+    (found,) = sampled([torch.ones(8, 40, dtype=dtype)], [0], (3, 4), MIXED, seed)
+    assert found.unique().tolist() == [0, 1] and bool((found == 1).any(1).all())
+    first, second = found[:3], found[3:]
+    assert bool((first == 1).all()) and bool((second == 0).all(0).any())
