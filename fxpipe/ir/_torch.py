@@ -421,6 +421,11 @@ def sequence_number(node: torch.autograd.graph.Node) -> int:
     return number
 
 
+def next_sequence_number() -> int:
+    """The sequence number that the next node gets which this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def results_of(node: torch.autograd.graph.Node) -> list[torch.autograd.graph.GradientEdge]:
     """The edges at which the gradients of a node's results arrive, one for each result."""
     count = len(node._input_metadata)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir._torch import next_sequence_number
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.problem import Problem
@@ -37,6 +38,7 @@ from fxpipe.meaning.sample import part
 from fxpipe.meaning.trial import Trial
 from fxpipe.meaning.widened import is_low
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
+from fxpipe.trace.checkpoints import with_any_backward
 from fxpipe.trace.gradients import (
     SMALL,
     TOLERANCE,
@@ -94,10 +96,14 @@ def backward_problem(
                 given = weight(path) if path in outputs and has_gradient(value) else None
                 if given is not None:
                     ends.append((value, given.to(value)))
-            return projections([end for end, _ in ends], [given for _, given in ends], trained)
+            begin, weights = [end for end, _ in ends], [given for _, given in ends]
+            whole = list(own.values())
+            return projections(begin, weights, trained, inputs=whole, since=first)
 
+        first = next_sequence_number()
         given, own = differentiable(tensors, inputs)
-        found: Projections = recorded(given, go_back)
+        with with_any_backward():
+            found: Projections = recorded(given, go_back)
         none = torch.zeros_like
         return found, {i: none(t) if t.grad is None else t.grad for i, t in own.items()}
 

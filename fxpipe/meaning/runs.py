@@ -176,14 +176,10 @@ class ModelRuns:
         whether its backward may be another function than the derivative of its forward: it has
         registered hooks on tensors, or detached some."""
         args, kwargs = self.fill(tensors)
-        with (
-            tensor_hooks() as hooks,
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            CutOff() as cut_off,
-        ):
+        cut_off = CutOff()
+        with tensor_hooks() as hooks, torch.inference_mode(False), torch.enable_grad():
             return self._output(
-                args, kwargs, seed, lambda held: then(held, bool(hooks) or cut_off.found)
+                args, kwargs, seed, lambda held: then(held, bool(hooks) or cut_off.found), cut_off
             )
 
     def _output(
@@ -192,12 +188,15 @@ class ModelRuns:
         kwargs: dict[str, Any],
         seed: int | None,
         then: Callable[[list[Any]], Any] = list.pop,
+        watch: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """What ``then`` makes of the model's output. It is given a list with the output in it, the
-        only reference to it, so that it can free the output's autograd graph."""
+        only reference to it, so that it can free the output's autograd graph. ``watch``: a context
+        in which nothing but the model runs."""
 
         def call() -> Any:
-            held = [self._call(args, kwargs)]
+            with watch or nullcontext():
+                held = [self._call(args, kwargs)]
             self._note(held[0])
             return then(held)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import next_sequence_number
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import attributes_of
@@ -230,6 +231,7 @@ class Example:
         watched: bool,
         given: Callable[[Tensor], Tensor],
     ) -> Effects:
+        first = next_sequence_number()
         clones = [given(tensor) for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
@@ -258,15 +260,17 @@ class Example:
                     # Hooks may change gradients at will: the object equals no other history.
                     effects.history = object() if hooks else history
                     if backward:
-                        self._go_back(results, effects, backward)
+                        self._go_back(results, effects, backward, first)
 
                 history_of(results, go_back)
         effects.written = {name: write.where for name, write in written.items()}
         return effects
 
-    def _go_back(self, results: Sequence[Any], effects: Effects, names: Collection[str]) -> None:
+    def _go_back(
+        self, results: Sequence[Any], effects: Effects, names: Collection[str], since: int
+    ) -> None:
         try:
-            effects.gradients = self._gradients(results, names)
+            effects.gradients = self._gradients(results, names, since)
         except Exception as error:
             effects.no_backward = error
 
@@ -275,15 +279,17 @@ class Example:
         """The parameters that require a gradient, by their names."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
-    def _gradients(self, results: Sequence[Any], names: Collection[str]) -> Projections:
-        """The gradients of these parameters for a fixed weighted sum of all outputs."""
+    def _gradients(self, results: Sequence[Any], names: Collection[str], since: int) -> Projections:
+        """The gradients of these parameters for a fixed weighted sum of all outputs, of a run whose
+        first node has the number ``since``."""
         outputs = [t for t in results if has_gradient(t)]
         # A plain sum would not do: the sum of a softmax, or of a normalised tensor, is constant,
         # and its gradient is zero.
         weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
         trained = self.trained
         wanted = {name: trained[name] for name in names}
-        return projections(outputs, weights, wanted, no_others=len(wanted) < len(trained))
+        is_some = len(wanted) < len(trained)
+        return projections(outputs, weights, wanted, since=since, no_others=is_some)
 
     def gradients_of_inputs(
         self, tensors: Sequence[Tensor], traced: Traced | None = None
@@ -302,8 +308,9 @@ class Example:
             results, _ = Structure.of(self.call([leaf.clone() for leaf in leaves], traced))
             outputs = [t for t in results if has_gradient(t)]
             weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
             if outputs:
-                torch.autograd.backward(outputs, weights)
+                torch.autograd.backward(outputs, weights, inputs=wanted)
         return [leaf.grad for leaf in leaves]
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import filterfalse
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from fxpipe.ir._torch import gradient_kinds, viewed
+from fxpipe.ir._torch import gradient_kinds, next_sequence_number, sequence_number, viewed
 from fxpipe.ir.autograd import Edge, Node, leaf_of, next_edges, reached
 from fxpipe.ir.heap import give_back
 from fxpipe.ir.progress import phase
@@ -331,6 +332,8 @@ def projections(
     weights: Sequence[Tensor],
     leaves: Mapping[str, Tensor],
     *,
+    inputs: Sequence[Tensor] = (),
+    since: int = 0,
     no_others: bool = False,
 ) -> Projections:
     """Run the backward of a weighted sum of the outputs; return the projection of each leaf's
@@ -340,8 +343,20 @@ def projections(
     times (a tied weight), before the next one is added to it. So hardly ever is more than one in
     memory. ``grad`` of each leaf has to be None beforehand.
 
-    ``no_others``: the backward computes no gradients but these. It cannot contain another backward
-    then, as that of a reentrant checkpoint does.
+    The backward ends where the graph of the run does. The nodes beyond are the user's, who has
+    computed an attribute of the model of some parameters, say: a backward through them would add to
+    the gradients of these parameters, and free what the user's own backward needs. ::
+
+        output ── mul ──┬── linear ── weight          nodes of the run
+                        └── sum ── ...                model.gain = weights.sum(0), before the run
+
+    Args:
+        inputs: leaves that get their whole gradient, as ``grad``. All others, but for ``leaves``,
+            have the ``grad`` afterwards that they have now.
+        since: the number of the run's first node (:func:`~fxpipe.ir._torch.next_sequence_number`).
+        no_others: the backward computes no gradients but these. It cannot contain another backward
+            then, as that of a reentrant checkpoint does; nor can it where the graph leads beyond
+            the run.
     """
     found: Projections = dict.fromkeys(leaves)
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -361,18 +376,40 @@ def projections(
         if grad is not None:
             add(name, grad)
 
+    made = range(since, next_sequence_number())
+
+    def is_beyond(node: Node | None) -> bool:
+        """Whether a node is neither of the run nor that of a leaf."""
+        if node is None or leaf_of(node) is not None:
+            return False
+        return sequence_number(node) not in made
+
+    def edges(node: Node) -> Sequence[Edge]:
+        """Where the gradients go that a node gives, as far as the run has made the graph."""
+        return [edge for edge in next_edges(node) if not is_beyond(edge[0])]
+
+    starts = [get_gradient_edge(output).node for output in outputs]
+    is_bounded = any(map(is_beyond, starts))
+    visited = [*leaves.values(), *inputs]
+    known = set(map(id, visited))
     with ExitStack() as hooks:
-        for node in reached(get_gradient_edge(output).node for output in outputs):
-            ends = [leaf_of(end) for end, _ in next_edges(node)]
-            places = {i: names[id(end)] for i, end in enumerate(ends) if id(end) in names}
+        for node in reached(filterfalse(is_beyond, starts), edges):
+            leaf = leaf_of(node)
+            if leaf is not None and id(leaf) not in known and not no_others:
+                hooks.callback(setattr, leaf, "grad", leaf.grad)
+                leaf.grad = None  # or the backward would write to it in place
+                visited.append(leaf)
+            ends = [end for end, _ in next_edges(node)]
+            is_bounded |= any(map(is_beyond, ends))
+            places = {i: names[id(t)] for i, t in enumerate(map(leaf_of, ends)) if id(t) in names}
             if places:
                 hooks.callback(node.register_hook(partial(take, places)).remove)
         for name, leaf in leaves.items():  # what a nested backward, of a checkpoint say, gives
             register: Any = leaf.register_post_accumulate_grad_hook
             hooks.callback(register(partial(take_accumulated, name)).remove)
-        if outputs:
+        if outputs and visited:
             with phase("backward", quiet=True):
-                only = list(leaves.values()) if no_others else None
+                only = visited if is_bounded or no_others else None
                 torch.autograd.backward(list(outputs), list(weights), inputs=only)
     return found
 

@@ -149,6 +149,68 @@ def test_it_is_seen_within_a_reentrant_checkpoint():
         compiled(Reentrant(ACROSS["centred"]))
 
 
+class Hyper(nn.Module):
+    """Computes with numbers that were made of a parameter before the call, and has a backward that
+    has to be run to be checked, be it the user's own or that of a checkpoint."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.of, self.net, self.way = nn.Linear(3, 8), Net(lambda grad: grad), way
+        self.made = [self.of(torch.ones(3)).exp()]  # exp saves its result for its backward
+
+    def forward(self, x):
+        h = x * self.made[0]
+        return checkpoint(self.net, h, use_reentrant=True) if self.way == "again" else self.net(h)
+
+
+@pytest.mark.parametrize("way", ["once", "again"])
+def test_no_backward_goes_into_what_the_user_has_computed_before(way):
+    model, x = Hyper(way), torch.randn(6, 8)
+    with compiled(model) as pipe:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        pipe(x).sum().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model.made = [model.of(torch.ones(3)).exp()]
+    sum(model(part).sum() for part in x.chunk(2)).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
+
+
+class OfNoTensor(torch.autograd.Function):
+    """Gives the gradient to a module's parameters by a backward of its own; it is called with a
+    tensor that has no other purpose than to have a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, module, _):
+        ctx.x, ctx.module = x.detach(), module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            ctx.module(ctx.x).backward(grad - grad.mean(0))
+        return None, None, None
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.made = nn.Embedding(9, 8), nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, index):
+        h = self.table(index).detach()
+        return OfNoTensor.apply(h, self.inner, torch.ones(1, requires_grad=True)) * self.made
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_backward_within_one_is_seen_though_it_leads_to_no_parameter(made):
+    model = Hidden()
+    if made:
+        model.made = nn.Linear(3, 8)(torch.ones(3))
+    with pytest.raises(fxpipe.BatchError, match="depends on which rows go through the backward"):
+        fxpipe.compile(model, TWO, chunks=2, example_inputs=(torch.arange(6),))
+
+
 class NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -182,12 +244,25 @@ class WithToken(nn.Module):
         return self.a(torch.cat([token, x[:, None]], 1)).tanh()
 
 
+class Scaled(nn.Module):
+    """Has an attribute with a history, which has nothing to do with how its forward is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.scale = self.a.weight.sum(0)
+
+    def forward(self, x):
+        return self.a(x) * self.scale
+
+
 def test_no_backward_is_run_where_the_histories_are_the_same(monkeypatch):
     ran = []
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: ran.append(backward(*a, **k)))
     compiled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))).close()
     compiled(WithToken()).close()
+    compiled(Scaled()).close()
     assert not ran
     compiled(Net(lambda grad: grad)).close()
     assert ran

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from fxpipe.ir._torch import next_sequence_number
 from fxpipe.trace import TraceError, gradients, trace
+from fxpipe.trace.example import Example
 from fxpipe.trace.gradients import _projected, history_of, projections, without_saved_tensors
 from tests.fxpipe.ir.test_autograd import Scaled
 from tests.fxpipe.trace.small import in_a_run, x
@@ -210,6 +212,30 @@ def test_gradients_of_a_tied_weight_are_not_added_up_in_memory() -> None:
     found = projections([weight * 2 + weight * 3], [torch.ones(2)], {"weight": weight})
     assert all(gradient is None for gradient in accumulated)
     assert found["weight"] is not None and found["weight"].size == pytest.approx(5 * 2**0.5)
+
+
+class Gained(nn.Module):
+    """Computes with a tensor that the user has made of a parameter of another module."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(2, 2), weight.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain
+
+
+def test_a_backward_ends_where_the_graph_of_its_run_does() -> None:
+    weight, shared = (torch.ones(2, requires_grad=True) for _ in range(2))
+    shared.grad = torch.ones(2)
+    model, rows = Gained(weight), torch.ones(3, 2)
+    since = next_sequence_number()
+    leaves = dict(model.named_parameters())
+    found = projections([model(rows) * shared], [torch.ones(3, 2)], leaves, since=since)
+    Example.of(model, (rows,), {}, [0]).gradients_of_inputs([rows])
+    assert all(found.values()) and weight.grad is None and shared.grad.tolist() == [1, 1]
+    model.gain.sum().backward()  # what the user's graph has saved is there
+    assert torch.equal(weight.grad, model.gain)
 
 
 def test_an_exported_graph_with_the_history_of_the_model_needs_no_backward(monkeypatch) -> None:
