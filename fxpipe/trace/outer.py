@@ -9,10 +9,11 @@ put into global variables.
     TABLES = {}                                  the same by hand
 
 They are found by the names that the code of a model's functions reads: of its forward, of the
-functions that this calls, and of the methods of objects that modules hold. A cache of ``functools``
-cannot be given back what it had: it is emptied, as may happen to it at any time, if it has been
-given something. Dictionaries, lists and sets get back what was in them if tensors, or what stands
-for values in a trace, are in them now: numbers that a function counts for itself are not touched.
+functions that this calls, and of the methods of objects that modules hold; the defaults of these
+functions count as well. A cache of ``functools`` cannot be given back what it had: it is emptied,
+as may happen to it at any time, if it has been given something. Dictionaries, lists and sets get
+back what was in them if tensors, or what stands for values in a trace, are in them now: numbers
+that a function counts for itself are not touched.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _has_values(container: Any, depth: int = 3) -> bool:
 
 
 def _kept(model: nn.Module) -> Iterator[_Named]:
-    """The caches, and the containers, modules and parameters in global variables, classes and
-    closures, that the code of a model's forward reads, as far as they are found by names."""
+    """The caches, and the containers, modules and parameters in global variables, classes, closures
+    and defaults, that the code of a model's forward reads, as far as they are found by names."""
     kinds = nn.Module, nn.Parameter
     for name, value in (pair for values in _read(model) for pair in values):
         if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
@@ -242,6 +243,8 @@ def _read_by_function(function: FunctionType) -> Iterator[_Named]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         for each in content_of(cell):
             yield f"the variable {name} around {function.__qualname__}", each
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    yield from ((f"a default of {function.__qualname__}", each) for each in defaults)
 
 
 def _names(code: CodeType) -> Iterator[str]:

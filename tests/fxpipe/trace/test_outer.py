@@ -31,6 +31,16 @@ def by_hand(length: int) -> Tensor:
     return TABLES[length]
 
 
+def in_a_default(length: int, tables: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+    if length not in tables:
+        tables[length] = torch.arange(length).float() / length
+    return tables[length]
+
+
+def in_a_default_by_name(length: int, *, tables: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+    return in_a_default(length, tables)
+
+
 class OfAClass:
     """Keeps tables in its class, which all objects share."""
 
@@ -90,6 +100,10 @@ class Positions(nn.Module):
             return of_a_class.by_hand(length)
         if self.kind == "by an object of the model":
             return self.holder.by_hand(length)
+        if self.kind == "in a default":
+            return in_a_default(length)
+        if self.kind == "in a default by name":
+            return in_a_default_by_name(length)
         return of_a_closure(length)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +114,7 @@ class Positions(nn.Module):
 
 KINDS = (
     *("cached", "by hand", "cached by a class", "by hand in a class", "in a closure"),
-    "by an object of the model",
+    *("by an object of the model", "in a default", "in a default by name"),
 )
 
 
@@ -109,7 +123,8 @@ def cold():
     """Nothing is in any table or list."""
     cached.cache_clear()
     OfAClass.cached.cache_clear()
-    for each in TABLES, OfAClass.tables, LOSSES, LENGTHS:
+    defaults = *in_a_default.__defaults__, *in_a_default_by_name.__kwdefaults__.values()
+    for each in TABLES, OfAClass.tables, LOSSES, LENGTHS, *defaults:
         each.clear()
 
 
