@@ -27,13 +27,12 @@ of fxpipe, PyTorch and Python's own library.
 from __future__ import annotations
 
 import argparse
-import dis
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from fxpipe.meaning.numbers_read import WalkToNumbers, attributes_of, slots_of
 from fxpipe.runtime.state import same_entries
 from fxpipe.runtime.writes import Writes
 from fxpipe.trace import untouched
+from fxpipe.trace.outer import OuterVariable, globals_assigned
 
 _MOST = 4096, 65536
 """How many objects are followed, and how many numbers may be among them."""
@@ -159,20 +159,11 @@ def _kept(value: Any) -> _Kept | None:
 
 def _of_function(function: types.FunctionType) -> Iterator[_PutBack]:
     yield from _of_entries(vars(function))
-    code = function.__code__
-    for cell in function.__closure__ or ():
-        yield partial(_set_cell, cell, _content(cell))
-    scope = function.__globals__
-    for name in _globals_written(code):
-        yield partial(_set_entry, scope, name, scope.get(name, _MISSING))
-
-
-@cache
-def _globals_written(code: types.CodeType) -> frozenset[str]:
-    """The global variables that code assigns to, that of the functions within it included."""
-    own = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(own).union(*map(_globals_written, inner))
+    scope, names = function.__globals__, globals_assigned(function.__code__)
+    variables = [OuterVariable(scope, name) for name in names]
+    variables += [OuterVariable(cell, "") for cell in function.__closure__ or ()]
+    for variable in variables:
+        yield partial(variable.set, variable.get())
 
 
 def _of_object(value: Any) -> Iterator[_PutBack]:
@@ -229,29 +220,6 @@ def _refill_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     kind = OrderedDict if isinstance(value, OrderedDict) else dict
     kind.clear(value)
     kind.update(value, before)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _set_cell(cell: types.CellType, before: Any) -> None:
-    if _content(cell) is before:
-        return
-    if before is _MISSING:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = before
-
-
-def _set_entry(scope: dict[str, Any], name: str, before: Any) -> None:
-    if before is _MISSING:
-        scope.pop(name, None)
-    elif scope.get(name, _MISSING) is not before:
-        scope[name] = before
 
 
 def _set_attribute(owner: Any, name: str, before: Any) -> None:

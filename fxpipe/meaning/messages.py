@@ -246,10 +246,10 @@ def unrepeatable(path: str, apart: Difference) -> str:
     """The message for a model that gives another output for the same inputs at each call."""
     return (
         f"{path} differs by {apart} between two calls with the same inputs: the model counts its "
-        "calls where fxpipe does not see it (in a global variable, a closure, an attribute of a "
-        "class or a default argument), or draws random numbers other than PyTorch's. A graph would "
-        "have the values of one call for ever: keep such a state in a buffer of the model or in an "
-        "attribute of a module within it, and draw random numbers with torch"
+        "calls where fxpipe does not see it (in a list, a dict or an object outside of its "
+        "modules), or draws random numbers other than PyTorch's. A graph would have the values of "
+        "one call for ever: keep such a state in a buffer of the model or in an attribute of a "
+        "module within it, and draw random numbers with torch"
     )
 
 

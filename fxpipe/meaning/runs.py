@@ -58,7 +58,7 @@ class ModelRuns:
         self.modes += [{}, None]
         self.drew = False  # whether a run of the model has drawn random numbers
         self.drew_on_the_host = False  # whether Python or NumPy has drawn them
-        self.puts_outside = False  # whether a run has put tensors into global variables
+        self.puts_outside = False  # whether a run has changed global variables, or what is in them
         self.met_norm = False  # whether it has called a norm whose statistics have been replaced
         self.met_batch_norm = False  # whether that was a batch norm that is no module
         # The names of the running statistics of batch norms that the forward itself reads.
@@ -248,7 +248,7 @@ class ModelRuns:
                 on_the_host = since.drew_on_the_host() if state is None else state.has_changed
                 self.drew_on_the_host |= on_the_host
                 self.drew |= on_the_host or since.drew_with_torch()
-            self.puts_outside |= bool(since.changed_outside())
+            self.puts_outside |= bool(since.changed_outside() or since.assigned())
             if self.changed is None:
                 self.changed = self._changes(since, before, written)
         return made

@@ -185,8 +185,9 @@ def runs_alike(
     """Whether a graph does what the model does in a real run, with random numbers and statistics of
     the batch, on as few rows as the model takes. What these are is noted in ``refused_sizes``.
 
-    False also where the model writes to parameters, changes attributes, puts tensors into global
-    variables, or draws random numbers on the host, about which :func:`trace` finds out more.
+    False also where the model writes to parameters, changes attributes or global variables, puts
+    tensors into these, or draws random numbers on the host, about which :func:`trace` finds out
+    more.
     """
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
@@ -200,7 +201,8 @@ def runs_alike(
             outside.refuse_other_outputs(example, reference.tensors, lines)
             layouts.refuse_other_outputs(example, reference.tensors, of_layouts)
             seen = reference.result
-            if seen.changed or seen.written or seen.draws or seen.outside or seen.replaced:
+            outside_of_modules = seen.outside or seen.assigned
+            if seen.changed or seen.written or seen.draws or outside_of_modules or seen.replaced:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
@@ -318,7 +320,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         refuse_replaced(model, references[0].result.replaced)
         whole, changed = state.kept_whole(example, references[0])
         example = replace(example, whole=whole)
-        state.tell_of_tensors_outside(example, references[0])
+        state.refuse_assigned_variables(example, references[0])
+        state.tell_of_what_is_outside(example, references[0])
         set_once = settled(example, references[0])
         # What is set may depend on the sizes: a graph for other sizes would set something else.
         example = replace(example, any_size=example.any_size and not set_once)

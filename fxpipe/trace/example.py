@@ -38,6 +38,7 @@ from fxpipe.trace.isolation import (
     parameters_put_back,
     untouched,
 )
+from fxpipe.trace.outer import OuterVariable
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.sizes import Sizes
 from fxpipe.trace.twin import model_of
@@ -251,9 +252,11 @@ class Example:
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             changed = since.changed()
-            draws, outside = since.drew_on_the_host(), since.changed_outside()
-            replaced = since.replaced()
-            effects = Effects(output, buffers, {}, None, {}, changed, draws, outside, replaced)
+            draws, replaced = since.drew_on_the_host(), since.replaced()
+            outside, assigned = since.changed_outside(), since.assigned()
+            effects = Effects(
+                output, buffers, {}, None, {}, changed, draws, outside, assigned, replaced
+            )
             if recorded:
 
                 def go_back(history: Hashable) -> None:
@@ -336,6 +339,7 @@ class Effects:
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
     draws: bool  # whether the forward draws from Python's or NumPy's random number generator
     outside: list[str]  # the containers outside of modules into which the forward puts tensors
+    assigned: list[OuterVariable]  # the variables outside of modules to which it assigns
     replaced: list[tuple[nn.Module, str, str]]  # what it does to tensors themselves
     no_backward: Exception | None = None  # the error that the backward has raised
 

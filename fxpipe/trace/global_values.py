@@ -12,8 +12,8 @@ variables; and attributes of the model's classes. Of their values numbers, texts
 count, in lists, tuples, sets and dicts, too; whether a function, a module, a tensor or an array is
 another one (a graph reads the values of a tensor in each call); and of an object, a class, a
 function or a Python module of the model's own code the attributes that are read somewhere, by their
-names. What the forward itself assigns does not count: a number of calls, say, would have the model
-compiled anew in each of them.
+names. What each call of the model itself assigns does not count: a number of calls, say, would have
+the model compiled anew in each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import copy
 import dis
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed
-from fxpipe.trace.outer import classes_of, functions_of, is_users, is_users_class
+from fxpipe.trace.outer import Key, classes_of, functions_of, is_users, is_users_class
 from fxpipe.trace.snapshots import (
     MISSING,
     content_of,
@@ -76,9 +76,6 @@ class _Variable:
     get: Callable[[], Any]
     said: str
     is_shown: bool = True
-
-
-_Key = tuple[int, str]  # what has the variable, by its id, and the name there
 
 
 class GlobalValues:
@@ -115,7 +112,12 @@ class GlobalValues:
         found._watch(states)
         return found
 
-    def _watch(self, states: list[tuple[_Key, _Variable, Any]]) -> None:
+    def leave_out(self, keys: Collection[Key]) -> None:
+        """Watch these variables no more: each call of the model assigns to them, and gives nothing
+        that depends on it."""
+        self._watch([state for state in self._states if state[0] not in keys])
+
+    def _watch(self, states: list[tuple[Key, _Variable, Any]]) -> None:
         self._states = states
         # What takes little time to compare, and the rest.
         values = [(place, then, place.get()) for _, place, then in states]
@@ -172,7 +174,7 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
 
 def _variables(
     functions: Iterable[FunctionType], classes: Iterable[type], names: frozenset[str]
-) -> Iterator[tuple[_Key, _Variable]]:
+) -> Iterator[tuple[Key, _Variable]]:
     """The variables that functions read, and the attributes of classes that have one of the names:
     with a key for each, under which it may come several times. Installed packages read hundreds,
     which nobody changes; so theirs are left out."""

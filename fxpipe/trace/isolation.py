@@ -22,7 +22,7 @@ from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.state import State, same_entries
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
-from fxpipe.trace.outer import Outside
+from fxpipe.trace.outer import OuterVariable, Outside
 from fxpipe.trace.replaced import Held
 from fxpipe.trace.spread import devices_used
 
@@ -72,6 +72,10 @@ class Since:
     def changed_outside(self) -> list[str]:
         """The containers outside of modules into which tensors have been put since then."""
         return self._outside.changed()
+
+    def assigned(self) -> list[OuterVariable]:
+        """The variables outside of modules that have got other values since then."""
+        return self._outside.assigned()
 
     def replaced(self) -> list[tuple[nn.Module, str, str]]:
         """What the model has done to its tensors themselves since then

@@ -14,14 +14,25 @@ functions count as well. A cache of ``functools`` cannot be given back what it h
 as may happen to it at any time, if it has been given something. Dictionaries, lists and sets get
 back what was in them if tensors, or what stands for values in a trace, are in them now: numbers
 that a function counts for itself are not touched.
+
+A variable to which the code assigns gets back whatever it had, a number as well as a tensor::
+
+    global LAST; LAST = h.mean()                 a global variable, of this or another Python module
+    type(self).calls += 1                        an attribute of a class
+    nonlocal last; last = h.mean()               a variable of the function around
+
+But what has been loaded stays: a function, or a Python module, that the first call compiles, say.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +41,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed, is_users_type
 from fxpipe.runtime.state import OF_MODULES, State
-from fxpipe.trace.snapshots import content_of
+from fxpipe.trace.snapshots import MISSING, content_of, is_plain
 
 _Cache: type[Any] = type(functools.cache(len))
 _CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
@@ -45,16 +56,64 @@ _NEVER_READ |= {"__repr__", "__str__", "__copy__", "__deepcopy__", "__getstate__
 
 _Named = tuple[str, Any]
 """A value, and words that say where it is found."""
-_FOUND: WeakKeyDictionary[nn.Module, list[_Named]] = WeakKeyDictionary()
+Key = tuple[int, str]
+"""What has a variable, by its id, and the name there."""
+ASSIGNED: WeakKeyDictionary[nn.Module, set[Key]] = WeakKeyDictionary()
+"""The variables that each call of a model assigns to."""
+
+
+@dataclass(frozen=True)
+class OuterVariable:
+    """A variable outside of modules: a name in ``owner``, which is the table of the global
+    variables of a file, a class, or a cell of a closure. ``said``: words for it."""
+
+    owner: Any
+    name: str
+    said: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from all other variables."""
+        return id(self.owner), self.name
+
+    def get(self) -> Any:
+        """Its value; MISSING if there is none."""
+        if isinstance(self.owner, CellType):
+            return next(iter(content_of(self.owner)), MISSING)
+        own = vars(self.owner) if isinstance(self.owner, type) else self.owner
+        return own.get(self.name, MISSING)
+
+    def set(self, value: Any) -> None:
+        """Give it a value; MISSING: none."""
+        owner, name, is_gone = self.owner, self.name, value is MISSING
+        if self.get() is value:
+            return
+        if isinstance(owner, CellType):
+            if is_gone:
+                del owner.cell_contents
+            else:
+                owner.cell_contents = value
+        elif isinstance(owner, type):
+            type.__delattr__(owner, name) if is_gone else type.__setattr__(owner, name, value)
+        elif is_gone:
+            del owner[name]
+        else:
+            owner[name] = value
+
+
+_Found = tuple[list[_Named], list[OuterVariable]]
+_FOUND: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
 
 class Outside:
     """A record of what the functions of a model keep outside of its modules, as it is now."""
 
     def __init__(self, model: nn.Module) -> None:
-        kept = _FOUND.get(model)
-        if kept is None:
-            kept = _FOUND[model] = list(_kept(model))
+        found = _FOUND.get(model)
+        if found is None:
+            found = _FOUND[model] = list(_kept(model)), list(_assigned(model))
+        kept, variables = found
+        self._variables = [(variable, variable.get()) for variable in variables]
         self._caches = [(c, c.cache_info().misses) for _, c in kept if isinstance(c, _Cache)]
         self.met = [value for _, value in kept if isinstance(value, nn.Module | nn.Parameter)]
         """The modules and parameters that the code reads, and those in containers that it reads."""
@@ -71,8 +130,15 @@ class Outside:
         contents than they had: each in words."""
         return [name for name, kept, state in self._contents if _has_changed(kept, state)]
 
+    def assigned(self) -> list[OuterVariable]:
+        """The variables that have another value than they had, but for those that have code."""
+        return [each for each, before in self._variables if _is_another(each.get(), before)]
+
     def put_back(self) -> None:
         """Put back what has changed, and empty each cache that has been given something."""
+        for variable, before in self._variables:
+            if _is_another(variable.get(), before):
+                variable.set(before)
         for _, container, state in self._contents:
             if _has_changed(container, state):
                 state.put_back()
@@ -83,6 +149,13 @@ class Outside:
 
 def _has_changed(container: Any, state: State) -> bool:
     return state.differs(container) and _has_values(container)
+
+
+def _is_another(value: Any, before: Any) -> bool:
+    """Whether a variable has got another value, and one that is no code."""
+    if value is before or (is_plain(value) and type(value) is type(before) and value == before):
+        return False
+    return isinstance(value, _VALUES) or not (callable(value) or isinstance(value, ModuleType))
 
 
 def _has_values(container: Any, depth: int = 3) -> bool:
@@ -102,6 +175,62 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
     for name, value in (pair for values in _read(model) for pair in values):
         if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
             yield name, value
+
+
+def _assigned(model: nn.Module) -> Iterable[OuterVariable]:
+    """The variables that the code of a model's forward assigns to, as far as they are found by
+    names."""
+    values = [value for level in _read(model) for _, value in level]
+    functions = [each for each in values if isinstance(each, FunctionType) and is_users(each)]
+    found = [variable for each in functions for variable in _assigned_by(each)]
+    names = {name for each in functions for name in _stores(each.__code__)["STORE_ATTR"]}
+    read = [each for each in values if isinstance(each, type) and is_users_class(each)]
+    for kind in dict.fromkeys([*_classes(model), *read]) if names else ():
+        for name in sorted(names):
+            value = inspect.getattr_static(kind, name, MISSING)
+            if value is not MISSING and not hasattr(value, "__get__"):  # of a method or a property
+                said = f"the class attribute {kind.__qualname__}.{name}"
+                found.append(OuterVariable(kind, name, said))
+    return {variable.key: variable for variable in found}.values()
+
+
+def _assigned_by(function: FunctionType) -> Iterator[OuterVariable]:
+    """The global variables, and those of functions around, that a function assigns to."""
+    code, scope = function.__code__, function.__globals__
+    stores = _stores(code)
+    for name in sorted(stores["STORE_GLOBAL"]):
+        yield OuterVariable(scope, name, f"the global variable {name} of {function.__module__}")
+    for name in sorted(stores["STORE_ATTR"]):
+        for module in sorted(scope.keys() & set(_names(code))):
+            if _is_users_module(scope[module], module):
+                said = f"the global variable {name} of {module}"
+                yield OuterVariable(vars(scope[module]), name, said)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name in stores["STORE_DEREF"]:
+            yield OuterVariable(cell, name, f"the variable {name} around {function.__qualname__}")
+
+
+_STORES = "STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF"
+_NUMBERS = {dis.opmap[name] for name in _STORES}
+
+
+@functools.lru_cache(maxsize=4096)
+def _stores(code: CodeType) -> dict[str, frozenset[str]]:
+    """The names to which code assigns, that of the functions within it included, by the kinds of
+    instructions that do so."""
+    inner = [_stores(each) for each in code.co_consts if isinstance(each, CodeType)]
+    # Most code has no such instruction, which the first byte of each tells in little time.
+    has_some = not _NUMBERS.isdisjoint(code.co_code[::2])
+    own = [(i.opname, i.argval) for i in dis.get_instructions(code)] if has_some else []
+    return {
+        kind: frozenset(name for each, name in own if each == kind).union(*(s[kind] for s in inner))
+        for kind in _STORES
+    }
+
+
+def globals_assigned(code: CodeType) -> frozenset[str]:
+    """The global variables that code assigns to, that of the functions within it included."""
+    return _stores(code)["STORE_GLOBAL"]
 
 
 def functions_of(model: nn.Module, but: Iterable[Any] = ()) -> Iterator[FunctionType]:
@@ -126,7 +255,7 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     left_out = {id(each) for each in but}
     modules = [module for module in model.modules() if id(module) not in left_out]
     own = [pair for m in modules for pair in vars(m).items() if pair[0] not in OF_MODULES]
-    classes = [*classes_of(model, but), *_classes_held([value for _, value in own])]
+    classes = _classes(model, but)
     values = [pair for pair in own if callable(pair[1])]
     values += [part for _, value in own if isinstance(value, _BASES) for part in _read_by(value)]
     values += [pair for kind in classes for pair in _called_by_python(kind)]
@@ -139,6 +268,14 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
         functions = [f for _, f in values if isinstance(f, FunctionType) and is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
         values = [part for _, value in values for part in _new(_read_by(value), known)]
+
+
+def _classes(model: nn.Module, but: Sequence[Any] = ()) -> list[type]:
+    """The classes of the model's own code that its modules are of, or what these hold."""
+    left_out = {id(each) for each in but}
+    own = [vars(module) for module in model.modules() if id(module) not in left_out]
+    values = [v for each in own for name, v in each.items() if name not in OF_MODULES]
+    return [*classes_of(model, but), *_classes_held(values)]
 
 
 def _classes_held(values: Sequence[Any]) -> list[type]:
@@ -237,7 +374,7 @@ def _read_by_function(function: FunctionType) -> Iterator[_Named]:
     for name in sorted(names & scope.keys()):
         value = scope[name]
         yield f"the global variable {name} of {function.__module__}", value
-        if isinstance(value, ModuleType) and is_a_users(str(vars(value).get("__file__")), name):
+        if _is_users_module(value, name):
             inside = sorted(names & vars(value).keys())
             yield from ((f"the global variable {n} of {name}", vars(value)[n]) for n in inside)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -245,6 +382,11 @@ def _read_by_function(function: FunctionType) -> Iterator[_Named]:
             yield f"the variable {name} around {function.__qualname__}", each
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from ((f"a default of {function.__qualname__}", each) for each in defaults)
+
+
+def _is_users_module(value: Any, name: str) -> bool:
+    """Whether a value is a Python module of the model's own code; ``name``: that of a variable."""
+    return isinstance(value, ModuleType) and is_a_users(str(vars(value).get("__file__")), name)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -37,6 +37,7 @@ from fxpipe.trace.derived import Derived
 from fxpipe.trace.errors import Refused, source_line
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.outer import ASSIGNED
 
 Unit = tuple[nn.Module, str]
 """A module, and the name of an attribute."""
@@ -44,6 +45,7 @@ Unit = tuple[nn.Module, str]
 Setter = Callable[[], None]
 """A function that sets one attribute of a module to another value."""
 
+_ROWS = -1, 0  # the rows of which the inputs of the calls consist that follow the example's
 _FAR = 1000  # how many calls ahead an attribute that may count calls is tried
 
 
@@ -105,21 +107,54 @@ def tell(
         _tell(example, reference.tensors, owners, name, names[owners[0]])
 
 
-def tell_of_tensors_outside(example: Example, reference: Reference) -> None:
-    """Warn of tensors that every call of the model puts into global variables. What only the first
-    call puts there is a table that later calls use."""
-    if not reference.result.outside:
+def tell_of_what_is_outside(example: Example, reference: Reference) -> None:
+    """Warn of tensors that every call of the model puts into global variables, and of variables
+    outside of modules that it assigns to. What only the first call puts there is a table that later
+    calls use."""
+    if not (reference.result.outside or reference.result.assigned):
         return
     with untouched(example.model), torch.no_grad(), parameters_put_back(example.model):
         example.call([tensor.clone() for tensor in reference.tensors])
         with untouched(example.model) as since:
             example.call([tensor.clone() for tensor in reference.tensors])
-            names = since.changed_outside()
-    for name in names:
+            names, assigned = since.changed_outside(), since.assigned()
+    ASSIGNED.setdefault(example.model, set()).update(each.key for each in assigned)
+    does = [f"puts tensors into {name}" for name in names]
+    for each in (*does, *(f"assigns to {variable.said}" for variable in assigned)):
         warn(
-            f"{type(example.model).__name__} puts tensors into {name} in its forward; a pipeline "
-            "does not, but for modules that are kept whole, so that nothing is there after a call. "
-            "If you read them, in the loss say, let the forward return them"
+            f"{type(example.model).__name__} {each} in its forward; a pipeline does not, but for "
+            "modules that are kept whole, so that there is after a call what was there before. If "
+            "you read it, in the loss say, let the forward return it"
+        )
+
+
+def refuse_assigned_variables(example: Example, reference: Reference) -> None:
+    """Raise TraceError if what the model gives depends on a variable outside of modules that it
+    assigns to: later calls find another value there, and a graph has the first one."""
+    model, variables = example.model, reference.result.assigned
+    if not variables:
+        return
+    later: list[list[Any]] = []
+    with untouched(model), torch.no_grad(), parameters_put_back(model):
+        for row in _ROWS:
+            example.call(_rows_alike(example, reference.tensors, row))
+            later.append([each.get() for each in variables])
+    counted = [
+        (each, number)
+        for each, number, other in zip(variables, *later, strict=True)
+        if type(number) in (int, float) and number != other
+    ]
+    states = [[*zip(variables, values, strict=True)] for values in later]
+    states += [[(each, number + more) for each, number in counted] for more in (1, _FAR)]
+    each_as_setters = ([partial(each.set, value) for each, value in state] for state in states)
+    if any(differs(example, reference, setters) for setters in each_as_setters if setters):
+        said = " and ".join(each.said for each in variables)
+        raise TraceError(
+            f"{type(model).__name__} assigns to {said} in its forward, and what it gives depends "
+            "on that: a graph would have the first value for ever. Keep a number in a buffer, "
+            'self.register_buffer("calls", torch.tensor(0)), and write to it in place; take what '
+            "belongs to the rows, such as a hidden state, as an argument, and return it; or keep "
+            "it in an attribute of a module within the model, which is then kept whole"
         )
 
 
@@ -191,23 +226,18 @@ def _later_states(
     attribute that a call computes from its input and keeps then differs from the example's, and
     from call to call.
     """
-    pairs = list(zip(tensors, example.batch_dims, strict=True))
     later: list[_Later] = []
     lasting: list[Unit] = []
     of_parameters: list[Unit] = []
     modules = list(example.model.modules())
     with untouched(example.model), torch.no_grad():
-        for row in (-1, 0):
+        for row in _ROWS:
             before = State(example.model.modules())
-            others = [
-                tensor if dim is None else tensor.narrow(dim, row, 1).expand_as(tensor)
-                for tensor, dim in pairs
-            ]
             with (
                 parameters_put_back(example.model),
                 Derived(example.trained.values()) as derived,
             ):
-                example.call([tensor.clone() for tensor in others])
+                example.call(_rows_alike(example, tensors, row))
             lasting = before.changed()
             if not later:
                 of_parameters = [u for u in changed if any(map(derived.has, _tensors_in(*u)))]
@@ -223,6 +253,14 @@ def _later_states(
 def _tensors_in(module: nn.Module, name: str) -> list[Tensor]:
     """The tensors in an attribute of a module, also in objects that are in it."""
     return [part for _, part in leaves(vars(module).get(name)) if isinstance(part, Tensor)]
+
+
+def _rows_alike(example: Example, tensors: Sequence[Tensor], row: int) -> list[Tensor]:
+    """Inputs of which every row is this one of the example."""
+    return [
+        tensor.clone() if dim is None else tensor.narrow(dim, row, 1).expand_as(tensor).clone()
+        for tensor, dim in zip(tensors, example.batch_dims, strict=True)
+    ]
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
@@ -259,7 +297,7 @@ def _far(unit: Unit) -> list[list[Setter]]:
     return [[partial(vars(module).update, {name: number + n})] for n in (1, _FAR)]
 
 
-def differs(example: Example, reference: Reference, setters: list[Setter]) -> bool:
+def differs(example: Example, reference: Reference, setters: Sequence[Setter]) -> bool:
     """Whether the model gives something else than the reference, or fails, once attributes have
     been set."""
     try:

@@ -36,6 +36,7 @@ from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace.global_values import GlobalValues
+from fxpipe.trace.outer import ASSIGNED
 from fxpipe.trace.premises import Reads, state_of
 from fxpipe.trace.snapshots import content_of, slots_of
 
@@ -117,13 +118,15 @@ class Twin:
 
     def learned(self) -> None:
         """Record for the model what the trace has learned about the twin: which hooks record the
-        model's outputs, and which modules compute with a state that they change."""
+        model's outputs, which modules compute with a state that they change, and which variables
+        around the model each of its calls assigns to."""
         model = model_of(self.model)
         if self.model in RECORDING:
             RECORDING[model] = RECORDING[self.model]
         else:
             RECORDING.pop(model, None)
         STATEFUL.update(old for old, new in self._pairs if new in STATEFUL)
+        self.global_values.leave_out(ASSIGNED.get(self.model, set()))
 
     def settled(
         self, attributes: Mapping[tuple[nn.Module, str], Any]

@@ -6,6 +6,7 @@ import functools
 import runpy
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.trace.isolation import untouched
+from tests.fxpipe.trace import small
 
+CALLS, LAST, LOADED = 0, None, None
 TABLES: dict[int, Tensor] = {}
 LOSSES: list[Tensor] = []
 LENGTHS: list[int] = []
@@ -119,13 +122,16 @@ KINDS = (
 
 
 @pytest.fixture(autouse=True)
-def cold():
-    """Nothing is in any table or list."""
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in any table, list or variable."""
     cached.cache_clear()
     OfAClass.cached.cache_clear()
     defaults = *in_a_default.__defaults__, *in_a_default_by_name.__kwdefaults__.values()
     for each in TABLES, OfAClass.tables, LOSSES, LENGTHS, *defaults:
         each.clear()
+    monkeypatch.setitem(globals(), "CALLS", 0)
+    for name in "LAST", "LOADED":
+        monkeypatch.setitem(globals(), name, None)
 
 
 @pytest.mark.covering(1)
@@ -273,3 +279,130 @@ def test_a_table_that_is_made_once_is_not_warned_of() -> None:
     with warnings.catch_warnings(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
         warnings.simplefilter("error")
         pipe(torch.randn(4, 5, 4))
+
+
+class Assigns(nn.Module):
+    """Assigns to a variable of this kind in each call, and gives what its layer gives."""
+
+    calls = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS, LAST
+        y = self.layer(x)
+        if self.kind == "a number":
+            CALLS += 1
+        elif self.kind == "a tensor":
+            LAST = y.mean()
+        elif self.kind == "in another file":
+            small.LAST = y.mean()
+        elif self.kind == "in a class":
+            type(self).calls += 1
+        else:
+            remember(y)
+        return y
+
+
+def remembering() -> tuple[Callable[[Tensor], None], Callable[[], Tensor | None]]:
+    last = None
+
+    def remember(y: Tensor) -> None:
+        nonlocal last
+        last = y.mean()
+
+    return remember, lambda: last
+
+
+remember, remembered_last = remembering()
+ASSIGNED = {
+    "a number": (lambda: CALLS, "the global variable CALLS of .*test_outer"),
+    "a tensor": (lambda: LAST, "the global variable LAST of .*test_outer"),
+    "in another file": (lambda: vars(small).get("LAST"), "the global variable LAST of small"),
+    "in a class": (lambda: Assigns.calls, "the class attribute Assigns.calls"),
+    "in a closure": (remembered_last, "the variable last around remembering"),
+}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("kind", ASSIGNED)
+def test_a_variable_to_which_the_forward_assigns_has_what_it_had(kind: str, tracer: str) -> None:
+    get, said = ASSIGNED[kind]
+    model, x, before = Assigns(kind), torch.randn(4, 4), get()
+    expected = f"Assigns assigns to {said}.* in its forward; a pipeline does not"
+    with (
+        fxpipe.compile(model, ["cpu"], chunks=2, tracer=tracer) as pipe,
+        pytest.warns(UserWarning, match=expected),
+    ):
+        output = pipe(x)
+    assert get() is before
+    assert torch.equal(output, torch.cat([model.layer(part) for part in x.chunk(2)]))
+
+
+class Derived(Assigns):
+    """Has the number of its calls apart from that of the class from which it has inherited it."""
+
+
+def test_an_attribute_that_a_class_has_inherited_is_inherited_again() -> None:
+    with untouched(model := Derived("in a class")):
+        model(torch.ones(1, 4))
+        assert Derived.calls == 1
+    assert "calls" not in vars(Derived)
+
+
+class Depends(nn.Module):
+    """Computes with a variable to which each call assigns; one such variable counts calls."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS, LAST
+        y = self.layer(x)
+        if self.kind == "a number":
+            CALLS += 1
+            return y * CALLS
+        if self.kind == "a number later":
+            CALLS += 1
+            return y * 2 if CALLS > 500 else y
+        last, LAST = LAST, y.detach().mean()
+        return y if last is None else y - last
+
+
+@pytest.mark.parametrize("kind", ["a number", "a number later", "a tensor"])
+def test_a_model_that_depends_on_what_an_earlier_call_has_assigned_is_refused(kind: str) -> None:
+    with (
+        fxpipe.compile(Depends(kind), ["cpu"], chunks=2) as pipe,
+        pytest.raises(fxpipe.TraceError, match=r"assigns to .*, and what it gives depends"),
+    ):
+        pipe(torch.randn(4, 4))
+    assert CALLS == 0 and LAST is None
+
+
+class MakesOnce(nn.Module):
+    """Makes a tensor in its first call, and loads a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST, LOADED
+        if LOADED is None:
+            LOADED = torch.relu
+        if LAST is None:
+            LAST = torch.arange(4.0)
+        return LOADED(self.layer(x) + LAST)
+
+
+def test_what_the_first_call_makes_is_not_told_and_what_it_loads_stays() -> None:
+    model, x = MakesOnce(), torch.randn(4, 4)
+    with warnings.catch_warnings(), fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
+        warnings.simplefilter("error")
+        output = pipe(x)
+        assert LAST is None and LOADED is torch.relu
+        assert torch.equal(output, torch.cat([model(part) for part in x.chunk(2)]))
+        assert torch.equal(pipe(x), output)
