@@ -21,6 +21,7 @@ from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.borders import Borders
 from passes.to_stages.checks import EarlyChecks
+from passes.to_stages.constants import CopiedConstants
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import InputError, WrittenInputs
@@ -42,6 +43,7 @@ __all__ = [
     "Borders",
     "Chain",
     "Checkpoint",
+    "CopiedConstants",
     "Copies",
     "Defer",
     "DeferredBatchNorm",

@@ -36,6 +36,7 @@ from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.borders import Borders
 from passes.to_stages.checks import EarlyChecks
+from passes.to_stages.constants import CopiedConstants
 from passes.to_stages.devices import Devices
 from passes.to_stages.free import Free
 from passes.to_stages.inputs import WrittenInputs
@@ -69,6 +70,12 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
             "inputs",
             lambda c: WrittenInputs(c.inputs, c.in_dims, c.chunks_asked_for),
             *(model, model, WrittenInputs),
+            needs=("alias",),
+        ),
+        Entry(
+            "constants",
+            lambda c: CopiedConstants(c.inputs, c.training),
+            *(model, model, CopiedConstants),
             needs=("alias",),
         ),
         Entry(

@@ -57,6 +57,10 @@ ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micr
 UPDATES = "updates"  #: tuple[str, ...]: by name what such a node updates, then what it is given
 FIRST = "first"  #: True at a node that runs once for a mini-batch, ahead of its micro-batches
 
+MADE = "_made_in_each_call"
+"""The name, but for a number behind it, under which a graph module holds a constant that stands for
+a tensor which the model makes anew in each call."""
+
 
 def where(node: fx.Node) -> dict[str, Any]:
     """The metadata that says where a node runs, and for which micro-batch. A pass gives it to nodes

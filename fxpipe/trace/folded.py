@@ -20,7 +20,7 @@ tensor has been written to. So these tensors belong to what the graph depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +51,18 @@ class Folded:
         writes: whether the forward writes in place to one that is no parameter and no buffer: in
             the trace, so that the graph does not; or in the graph, which has constants where it
             should read what it has written.
+        held: the memory of all tensors that the model, or a variable around it, holds.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=list)
     writes: bool = False
+    held: Collection[int] = ()
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the trace has met is none of those, nor a view of one: the model
+        makes it anew in each call."""
+        return memory_of(tensor) not in self.held
 
 
 @contextmanager
@@ -69,7 +76,7 @@ def computed_with(model: nn.Module) -> Iterator[Folded]:
     read = {memory: list(tensors) for memory, tensors in own.items()}  # with those around the model
     for tensor in GlobalValues.of(model).tensors:
         read.setdefault(memory_of(tensor), []).append(tensor)
-    found, met = Folded(), set[int]()
+    found, met = Folded(held=read), set[int]()
 
     def notice(value: Any) -> None:
         for tensor in tensors_of(value):

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from fxpipe import skip
 from fxpipe.ir._torch import ASSERT
 from fxpipe.ir.checks import check
+from fxpipe.ir.graph import MADE
 from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
 from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_of_a_model
@@ -200,6 +201,9 @@ class _SymbolicTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and a.grad_fn is not None:
             self.folded.trained.append(a)
+        if isinstance(a, Tensor) and a not in self.tensor_attrs and self.folded.is_made(a):
+            name = self.tensor_attrs[a] = self.get_fresh_qualname(MADE)
+            setattr(self.root, name, a)
         return super().create_arg(a)
 
     def create_args_for_root(
