@@ -53,7 +53,7 @@ from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
-from fxpipe.trace import canonical, refuse_lazy, refuse_nested, to_be_compared
+from fxpipe.trace import canonical, refuse_iterators, refuse_lazy, refuse_nested, to_be_compared
 from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
@@ -259,6 +259,7 @@ class Compiler(LaterChecks):
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
                 "before, or give example_inputs to compile()"
             )
+        refuse_iterators(self.model, args, kwargs)
         if self._step_target is not None:
             self._target = target_without_values(self._step_target)
         else:

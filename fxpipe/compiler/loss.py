@@ -3,7 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -168,7 +168,8 @@ class Target:
 
         Raises:
             ValueError: if there is none, as a tensor in it has another number of rows.
-            TypeError: for an array of another library, which would not be split.
+            TypeError: for an array of another library, which would not be split, and for an
+                iterator, which the loss of the first micro-batch would use up.
         """
 
         def is_list(value: Any) -> bool:
@@ -217,7 +218,8 @@ class Target:
 
         Raises:
             ValueError: if a tensor in it has another number of rows.
-            TypeError: for an array of another library, which would not be split.
+            TypeError: for an array of another library, which would not be split, and for an
+                iterator, which the loss of the first micro-batch would use up.
         """
         parts, spec = pytree.tree_flatten(target, is_leaf=is_rows)
         leaves: list[Any] = []
@@ -268,6 +270,11 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
         raise ValueError(
             f"the target has a tensor of layout {leaf.layout}, which is not split into "
             "micro-batches: give it dense, by target.to_dense()"
+        )
+    if isinstance(leaf, Iterator):
+        raise TypeError(
+            f"the target has a {type(leaf).__name__}, which can be gone through only once, and the "
+            "loss is computed for each micro-batch: give a list or a tuple"
         )
     is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
     if batch is None or not is_array or len(leaf.shape) == 0:

@@ -56,7 +56,7 @@ from torch.nn.parameter import is_lazy
 from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
-from fxpipe.ir.structure import Structure, leaves
+from fxpipe.ir.structure import Structure, all_parts, leaves
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import checks, export, layouts, outside, recorders, state, symbolic
 from fxpipe.trace.attributes import attributes_refused
@@ -87,6 +87,7 @@ __all__ = [
     "called",
     "canonical",
     "parameters_put_back",
+    "refuse_iterators",
     "refuse_lazy",
     "refuse_nested",
     "runs_alike",
@@ -308,7 +309,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
             if references:
                 outside.refuse_other_outputs(example, references[-1].tensors, lines)
                 layouts.refuse_other_outputs(example, references[-1].tensors, of_layouts)
-        _refuse_iterators(model, references)
+        _refuse_returned_iterators(model, references)
     except TraceError:
         raise
     except Exception as error:
@@ -459,6 +460,19 @@ def refuse_nested(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
             )
 
 
+def refuse_iterators(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Raise :class:`Unsupported` if there is an iterator among the arguments of a call: the check
+    of what a pipeline means would use it up, and no later run of the model could read it."""
+    for path, part, _ in all_parts(dict(bound_arguments(model, args, kwargs).arguments)):
+        if isinstance(part, Iterator):
+            where = path.removeprefix(".")
+            raise Unsupported(
+                f"the argument {where} is a {type(part).__name__}, which can be gone through only "
+                "once, and a model is run several times while it is compiled, and once for each "
+                f"micro-batch: give a list or a tuple, such as list({where})"
+            )
+
+
 def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
     refuse_lazy(model)
     refuse_nested(model, *example.arguments(example.tensors))
@@ -492,7 +506,7 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             )
 
 
-def _refuse_iterators(model: nn.Module, references: list[checks.Reference]) -> None:
+def _refuse_returned_iterators(model: nn.Module, references: list[checks.Reference]) -> None:
     for reference in references[:1]:
         for path, leaf in leaves(reference.result.output):
             if isinstance(leaf, Iterator):

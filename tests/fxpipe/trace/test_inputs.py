@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.trace import TraceError, canonical, trace
 from tests.fxpipe.trace.small import BOTH, MLP, Options, placeholders, run, x
 from tests.zoo import same
@@ -113,3 +114,42 @@ def test_objects_of_any_class_are_inputs_and_outputs(tracer: str) -> None:
 def test_an_array_is_no_input() -> None:
     with pytest.raises(TraceError, match="an input is a ndarray, whose values a graph cannot see"):
         trace(MLP(), (x().numpy(),))
+
+
+class Scales(MLP):
+    """Goes through an argument."""
+
+    def forward(self, x: Tensor, scales: Any) -> Tensor:
+        for scale in scales["all"]:
+            x = x * scale
+        return super().forward(x)
+
+
+ITERATORS = {
+    "generator": lambda: (scale for scale in (2.0, 3.0)),
+    "list_iterator": lambda: iter([2.0, 3.0]),
+    "map": lambda: map(float, "23"),
+    "zip": lambda: zip((2.0, 3.0), strict=True),
+    "list_reverseiterator": lambda: reversed([3.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_an_iterator_is_no_input_since_the_check_would_use_it_up(kind: str) -> None:
+    with fxpipe.compile(Scales(), ["cpu"] * 2, chunks=2) as pipe:
+        pipe(x(4), {"all": [2.0, 3.0]})
+        for scales in (iterator := ITERATORS[kind](), iterator):
+            said = rf"the argument scales.all is a {kind}, which can .*such as list\(scales.all\)"
+            with pytest.raises(TraceError, match=said):
+                pipe(x(4), {"all": scales})
+        assert len(list(iterator)) == 2, "it has not been gone through"
+
+
+def test_an_iterator_is_no_target_since_the_first_micro_batch_would_use_it_up() -> None:
+    def weighted(output: Tensor, target: Any) -> Tensor:
+        return sum(weight * output.mean() for weight in target["weights"])
+
+    with fxpipe.compile(MLP(), ["cpu"] * 2, chunks=2, loss_fn=weighted) as pipe:
+        pipe.step(x(4), target={"weights": [0.5, 1.5]})
+        with pytest.raises(TypeError, match=r"the target has a list_iterator, .*give a list"):
+            pipe.step(x(4), target={"weights": iter([0.5, 1.5])})
