@@ -54,6 +54,7 @@ from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
 from fxpipe.trace import canonical, refuse_iterators, refuse_lazy, refuse_nested, to_be_compared
+from fxpipe.trace.arguments import nothing_put_into
 from fxpipe.trace.patches import prints, quiet
 from fxpipe.trace.twin import Twin
 
@@ -268,7 +269,7 @@ class Compiler(LaterChecks):
         at, begin = datetime.now(), time.perf_counter()
         records_gradients = torch.is_grad_enabled()  # not as while the model is compiled
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
-        with compiling(), quiet(), prints():
+        with compiling(), quiet(), prints(), nothing_put_into(self.model, args, kwargs):
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
             with self._nothing_open(inputs):
                 with phase("key", quiet=True):

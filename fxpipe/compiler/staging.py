@@ -406,7 +406,9 @@ class Staging(ABC):
             example=Sample.of(args, kwargs, dims, batch),
             guards=Guards(
                 call,
-                _kind(prepared.traced, None if meaning.listed else chunks),
+                ONE_SIZE
+                if written.is_for_one_size
+                else _kind(prepared.traced, None if meaning.listed else chunks),
                 Premises(
                     self.model,
                     premises,

@@ -14,14 +14,21 @@ stay on the stages that use them (:class:`fxpipe.runtime.apart.Apart`).
 
 A graph returns only what the model returns. So an argument that gets new tensors has to be among
 the outputs. A change that only moves or drops what was there (``batch.pop("labels")``) needs none
-of the graph: it is done again to the caller's own object.
+of the graph: it is done again to the caller's own object. An attribute that an object gets in
+addition is left out, if the model computes the same where it finds that attribute (it is a property
+that is computed once, say); if not, the model is refused.
+
+An object that holds nothing is handed to the model as it is, since a model may ask which object it
+is (``mask is NOT_GIVEN``). So nothing may be put into it.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +36,22 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.errors import Unsupported, is_the_models
+from fxpipe.ir.errors import Unsupported, is_itself, is_the_models
 from fxpipe.ir.log import warn
-from fxpipe.ir.structure import Structure, all_parts, attributes, is_opened, leaves
+from fxpipe.ir.structure import (
+    Structure,
+    all_parts,
+    attributes,
+    is_opened,
+    leaves,
+    map_tensors,
+)
 from fxpipe.trace.containers import Contents
 from fxpipe.trace.errors import may_be_the_models
 from fxpipe.trace.example import bound_arguments
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
 from fxpipe.trace.itself import explain
+from fxpipe.trace.snapshots import snapshot
 
 OUTPUT = "output"
 _CONTAINERS = list, dict, set, deque
@@ -54,6 +69,9 @@ class WrittenArguments:
     moved: Mapping[str, Structure] = field(default_factory=dict)
     """For the path of each other argument that the call changes, without new tensors in it: what it
     is after the call."""
+    is_for_one_size: bool = False
+    """Whether one of these others gets something that is no tensor: it may depend on the sizes of
+    the inputs."""
     number: str = ""
     """The path of a number in one of them that the call changes, and that is a constant of the
     graph; "" if there is none."""
@@ -93,7 +111,8 @@ class WrittenArguments:
 def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenArguments:
     """Find out, by a run of the model on copies of the arguments, which of them it changes.
 
-    Raises Unsupported for one that gets new tensors and is not returned.
+    Raises Unsupported for one that is not returned and gets new tensors, or attributes on which
+    later calls depend.
     """
     bound = bound_arguments(model, args, kwargs)
     if not any(True for _ in _mutable(bound)):
@@ -101,14 +120,23 @@ def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenAr
     tensors, structure = Structure.of((bound.args, bound.kwargs))
 
     def run(has_gradients: bool) -> WrittenArguments:
-        some, named = structure.fill(tensor.detach().clone() for tensor in tensors)
-        before = [*_mutable(bound_arguments(model, some, named))]
-        with (
-            untouched(model),
-            parameters_put_back(model),
-            torch.set_grad_enabled(has_gradients),
-        ):
-            return _found(type(model).__name__, before, called(model, some, named))
+        given = [tensor.detach().clone() for tensor in tensors]
+        inputs = structure.fill(given)
+        before = [*_mutable(bound_arguments(model, *inputs))]
+        with torch.set_grad_enabled(has_gradients):
+            with untouched(model), parameters_put_back(model):
+                output = called(model, *inputs)
+                found = _found(type(model).__name__, before, output)
+                done = {*found.places.values(), *found.moved}
+                if gaining := [each for each in before if each.new and each.path not in done]:
+                    output = map_tensors(lambda t: t.detach().clone(), output)  # some are buffers
+            if gaining:
+                unwritten = {id(own): t for own, t in zip(given, tensors, strict=True)}
+                some, named = map_tensors(
+                    lambda t: unwritten.get(id(t), t).detach().clone(), inputs
+                )
+                _refuse_if_they_matter(model, some, named, gaining, output)
+        return found
 
     try:
         return run(False)
@@ -127,12 +155,89 @@ def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenAr
         raise
 
 
+def _refuse_if_they_matter(
+    model: nn.Module, args: Args, kwargs: Kwargs, gaining: Sequence[_Before], output: Any
+) -> None:
+    """Raise Unsupported if a call with these arguments, which have got attributes in a call before,
+    gives them other values or has another output than that call.
+
+    Args:
+        gaining: the arguments that have got attributes, as they are after that call.
+        output: that of the call.
+    """
+    before = [*_mutable(bound_arguments(model, args, kwargs))]
+    with untouched(model), parameters_put_back(model):
+        is_equal = _is_equal(called(model, args, kwargs), output)
+    after = {each.path: each.constants for each in before}
+    for each in gaining:
+        if (others := _differing(each.constants, after[each.path])) or not is_equal:
+            raise Unsupported(
+                f"{type(model).__name__} makes {(others or each.new)[0]}, a new attribute of an "
+                "argument, and goes by it in its next call. A pipeline knows what its graph "
+                "returns, and no more: give the argument this attribute ahead of the first call, "
+                f"or let the forward return {each.path} as well"
+            )
+        warn(
+            f"{type(model).__name__} makes {each.new[0]}, a new attribute of an argument; a "
+            f"pipeline does not: if you read it, let the forward return {each.path} as well"
+        )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The paths at which two values differ, or only one of them has something."""
+    states = [{path: snapshot(each) for path, each in of.items()} for of in (one, other)]
+    return [path for path in {**one, **other} if states[0].get(path) != states[1].get(path)]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether all tensors in two outputs are equal."""
+    (ours, _), (theirs, _) = Structure.of(one), Structure.of(other)
+    try:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+@contextmanager
+def nothing_put_into(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    """A context for runs of the model in which arguments that hold nothing are the caller's own.
+
+    Raises Unsupported if they have got attributes in it, also where another error has come of that.
+    The attributes are taken away again.
+    """
+    arguments = dict(bound_arguments(model, args, kwargs).arguments)
+    empty = [
+        (path.removeprefix("."), part)
+        for path, part in leaves(arguments)
+        if not callable(part) and not isinstance(part, Tensor) and not attributes(part)
+    ]
+    try:
+        yield
+    finally:
+        filled = [(path, part, attributes(part)) for path, part in empty if attributes(part)]
+        for _, part, found in filled:
+            for name in found:
+                object.__delattr__(part, name)
+        error = sys.exception()
+        if filled and not (error and is_itself(error)):
+            path, part, found = filled[0]
+            made = f"{path}.{next(iter(found))}"
+            raise Unsupported(
+                f"{type(model).__name__} makes {made}, and {path}, a {type(part).__name__}, holds "
+                "nothing ahead of the call. Such an object is handed on as it is, so that each run "
+                "of the model that compiling takes would put something into it: give it its "
+                f"attributes ahead of the call, such as {made} = None"
+            ) from error
+
+
 class _Before:
     """An argument, and what was in it ahead of the call."""
 
     def __init__(self, path: str, part: Any) -> None:
         self.path, self.part, self._contents = path, part, Contents(part)
         self._leaves = dict(leaves(part, path))
+        self._constants = self.constants
         self._parts = self._now()  # they are kept, so that no other object gets the id of one
 
     def _now(self) -> list[tuple[str, Any]]:
@@ -156,6 +261,24 @@ class _Before:
         return any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in now)
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """What is in it now and is no tensor, by the paths; None in place of what has parts."""
+        parts = all_parts(self.part, self.path)
+        return {
+            p: part if leaf else None for p, part, leaf in parts if not isinstance(part, Tensor)
+        }
+
+    @property
+    def new(self) -> list[str]:
+        """The paths of all that is no tensor and has been added to it."""
+        return [path for path in self.constants if path not in self._constants]
+
+    @property
+    def sets_constants(self) -> bool:
+        """Whether something in it that is no tensor is another one now."""
+        return bool(_differing(self._constants, self.constants))
+
+    @property
     def origins(self) -> dict[str, str]:
         """For the path of each part that is in it now and has been in it before: the path then."""
         before = {id(part): path for path, part in reversed(self._parts)}
@@ -177,10 +300,10 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
     places: dict[str, str] = {}
     origins: dict[str, str] = {}
     moved: dict[str, Structure] = {}
-    number = ""
+    number, is_for_one_size = "", False
     for argument in before:
         own = returned.get(id(argument.part))
-        if own is not None and (argument.has_changed or argument.has_new_tensors):
+        if own is not None and (argument.has_changed or argument.has_new_tensors or argument.new):
             places[own] = argument.path
             origins |= argument.origins
             number = number or argument.number
@@ -195,6 +318,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                     f"{_copy_of(argument)}"
                 )
             moved[argument.path] = Structure.of(argument.part)[1]
+            is_for_one_size |= argument.sets_constants
             origins |= argument.origins
         elif own is None and argument.has_new_tensors:
             warn(
@@ -202,7 +326,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                 f"{type(argument.part).__name__}, as a new attribute; a pipeline does not: if you "
                 "read it, let the forward return it"
             )
-    return WrittenArguments(places, origins, moved, number)
+    return WrittenArguments(places, origins, moved, is_for_one_size, number)
 
 
 def _copy_of(argument: _Before) -> str:

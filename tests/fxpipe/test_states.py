@@ -224,6 +224,100 @@ def test_a_tensor_that_becomes_an_attribute_of_an_argument_and_is_not_returned_i
     assert torch.equal(output, torch.cat(parts))
 
 
+class Context:
+    """An object with the attributes that it is given."""
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+class OfContext(nn.Module):
+    """Does with its context what it is given as ``act``, and scales by what that gives."""
+
+    def __init__(self, act, returns=False):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act, self.returns = act, returns
+
+    def forward(self, x, context):
+        y = self.outer(self.inner(x) * self.act(x, context))
+        return (y, context) if self.returns else y
+
+
+def count(x, context):
+    context.calls = getattr(context, "calls", 0) + 1
+    return context.calls
+
+
+def note_rows(x, context):
+    context.rows = x.shape[0]
+    return 2.0
+
+
+def keep(x, context):
+    context.x = x * 2
+    return context.x
+
+
+def test_a_new_attribute_by_which_the_model_goes_is_refused_and_an_old_one_counts():
+    model, context = OfContext(count), Context(name="a")
+    with piped(model) as pipe:
+        with pytest.raises(
+            RuntimeError, match=r"makes context\.calls, a new attribute of an argum"
+        ):
+            pipe(X, context)
+        assert vars(context) == {"name": "a"}
+        ours, theirs = Context(calls=0), Context(calls=0)
+        for calls in (1, 2, 3):
+            torch.testing.assert_close(pipe(X, ours), model(X, theirs))
+            assert ours.calls == calls
+
+
+def test_a_new_attribute_of_an_object_that_is_returned_is_the_callers():
+    model = OfContext(count, returns=True)
+    ours, theirs = Context(name="a"), Context(name="a")
+    with piped(model) as pipe:
+        for calls in (1, 2, 3):
+            output, returned = pipe(X, ours)
+            torch.testing.assert_close(output, model(X, theirs)[0])
+            assert returned is ours and ours.calls == calls
+
+
+def test_a_new_attribute_that_makes_no_difference_is_said():
+    context = Context(name="a")
+    said = r"makes context\.rows, a new attribute of an argument; a pipeline does not"
+    with piped(OfContext(note_rows)) as pipe, pytest.warns(match=said):
+        pipe(X, context)
+    assert vars(context) == {"name": "a"}
+
+
+def test_a_number_that_the_model_sets_is_that_of_each_size():
+    with piped(OfContext(note_rows)) as pipe:
+        for rows in (4, 2, 4):
+            context = Context(rows=0)
+            pipe(X[:rows], context)
+            assert context.rows == rows
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("act", [count, note_rows, keep])
+def test_an_object_that_holds_nothing_is_not_filled(act, returns):
+    context = Context()
+    with piped(OfContext(act, returns)) as pipe:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"context, a Context, holds nothing .*= None"):
+                pipe(X, context)
+            assert not vars(context)
+
+
+def test_an_object_that_holds_nothing_stays_the_same_one():
+    nothing = Context()
+    model = OfContext(lambda x, context: 2.0 if context is nothing else 3.0)
+    with piped(model) as pipe:
+        for context in (nothing, Context(), nothing):
+            torch.testing.assert_close(pipe(X, context), model(X, context))
+
+
 class Popping(nn.Module):
     """Takes the target out of its batch, and notes that it has."""
 
