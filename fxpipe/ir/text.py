@@ -9,6 +9,13 @@ import re
 from typing import Any
 
 
+class Word(str):
+    """Text that is shown without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def human_bytes(count: float) -> str:
     """``1536`` → ``1.5 KiB``."""
     if count < 1024:

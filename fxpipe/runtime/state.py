@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.ir.exact import exact
+
 DEPTH = 4  # how deep lists in lists, and objects in objects, are followed
 MANY = 256  # a longer container is data: its elements are recorded, but not what is in these
 
@@ -207,7 +209,7 @@ def _is_not(one: Any, other: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers or strings of one type."""
     is_plain = isinstance(one, PLAIN) and type(one) is type(other)
-    return one is other or (is_plain and bool(one == other))
+    return one is other or (is_plain and bool(exact(one) == exact(other)))
 
 
 class Attribute:

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.ir.exact import exact
 from fxpipe.ir.structure import all_parts
 
 _CONTAINERS = list, dict, set, deque
@@ -56,7 +57,8 @@ def _contents(value: Any) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in _PLAIN and type(one) is type(other) and one == other)
+    is_plain = type(one) in _PLAIN and type(one) is type(other)
+    return one is other or (is_plain and exact(one) == exact(other))
 
 
 def has_containers(value: Any) -> bool:

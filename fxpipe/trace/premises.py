@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import version_of
+from fxpipe.ir.exact import exact
 from fxpipe.ir.source import is_a_models
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.state import OF_MODULES
@@ -497,7 +498,7 @@ def are_alike(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(are_alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(are_alike, one, other))
-    return isinstance(one, (*PLAIN, set)) and bool(one == other)
+    return isinstance(one, (*PLAIN, set)) and bool(exact(one) == exact(other))
 
 
 def _functions(gm: fx.GraphModule) -> list[Any]:

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir.exact import exact
 from fxpipe.ir.hooks import hooks_of
 from fxpipe.ir.structure import Structure
 from fxpipe.trace.errors import Refused
@@ -298,7 +299,7 @@ def _is_plain(tensors: Sequence[Any], structure: Structure) -> bool:
 def _fit(one: Structure, other: Structure) -> bool:
     """Whether two structures of plain values are equal, with equal constants."""
     return one.fits(other) and all(
-        type(ours) is type(theirs) and ours == theirs
+        type(ours) is type(theirs) and exact(ours) == exact(theirs)
         for ours, theirs in zip(one.without_tensors(), other.without_tensors(), strict=True)
     )
 

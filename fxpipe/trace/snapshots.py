@@ -25,7 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir.exact import exact
 from fxpipe.ir.source import is_of_a_model, is_users_type
+from fxpipe.ir.text import Word
 
 
 class _Missing(Enum):
@@ -135,12 +137,12 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     if depth and isinstance(value, type) and (settings := settings_of(value)):
         return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
     if isinstance(value, PLAIN):
-        return type(value), value
+        return type(value), exact(value)
     if depth and not isinstance(value, Tensor):
         is_wide = depth > _DEPTH - _WIDE
         most = _MANY if is_wide else _FEW
         if isinstance(value, set | frozenset):
-            return type(value), frozenset(value)
+            return type(value), frozenset(map(exact, value))
         if isinstance(value, list | tuple | deque) and len(value) <= most:
             return type(value), [snapshot(each, depth - 1) for each in value]
         if isinstance(value, Mapping) and len(value) <= most:
@@ -244,21 +246,14 @@ def said_of(state: Any) -> str:
     if isinstance(value, _Atoms):
         return repr(value)
     if issubclass(kind, Mapping):
-        return reprlib.repr({key: _Word(said_of(each)) for key, each in value})
+        return reprlib.repr({key: Word(said_of(each)) for key, each in value})
     if issubclass(kind, list | tuple | deque):
-        return reprlib.repr([_Word(said_of(each)) for each in value])
+        return reprlib.repr([Word(said_of(each)) for each in value])
     return reprlib.repr(value)
 
 
 def _on_one_line(value: Any) -> str:
     return " ".join(reprlib.repr(value).split())
-
-
-class _Word(str):
-    """Text that is shown without quotation marks."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def difference_of(path: str, then: Any, now: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.guard import dtype_text, sizes_text, some_of
+from fxpipe.ir.exact import exact
 from fxpipe.meaning.sample import batch_size
 from fxpipe.runtime.microbatch import LISTED, InDim
 from fxpipe.trace.sizes import Condition, Sizes
@@ -172,7 +173,7 @@ class ConstantGuard:
     kind: ClassVar[str] = "constant"
     place: int  # among the constants of the call
     path: str
-    value: Hashable  # (type, value), since 1 == 1.0 == True
+    value: Hashable  # (type, exact value), since 1 == 1.0 == True and 0.0 == -0.0
     shown: str = field(compare=False)
 
     @staticmethod
@@ -196,7 +197,7 @@ def _constant(value: Any) -> Hashable:
         hash(value)
     except TypeError:
         return type(value), repr(value)
-    return type(value), value
+    return type(value), exact(value)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.compiler.guards.calls import autocast_of
+from fxpipe.ir.exact import exact
 from fxpipe.ir.structure import same_objects
 
 
@@ -30,7 +31,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
     kinds = [
         (part.shape, part.dtype, part.requires_grad)
         if isinstance(part, Tensor)
-        else (type(part), part)
+        else (type(part), exact(part))
         for part in parts
     ]
     same = same_objects(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -287,3 +288,35 @@ def test_an_attribute_of_the_class_is_a_guard_at_the_module_and_by_the_name_of_t
         assert torch.equal(pipe(X), 2 * before)
         monkeypatch.setattr(Doubling, "by_the_name", True)
         assert torch.equal(pipe(X), 4 * before)
+
+
+class Signed(MLP):
+    """Goes by the sign of a number, as ``math.copysign`` tells it, and by whether it is NaN."""
+
+    def __init__(self, find):
+        super().__init__()
+        self.number, self.numbers, self.find = 0.0, [0.0], find
+
+    def forward(self, x, number=0.0, numbers=(0.0,)):
+        found = self.find(self, number, numbers)
+        return super().forward(x) * (3.0 if math.isnan(found) else math.copysign(1.0, found))
+
+
+NUMBERS = {
+    "an argument": lambda model, number, numbers: number,
+    "a part of an argument": lambda model, number, numbers: numbers[0],
+    "an attribute": lambda model, number, numbers: model.number,
+    "a part of an attribute": lambda model, number, numbers: model.numbers[0],
+}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("place", NUMBERS)
+def test_zeros_differ_in_their_sign_and_every_nan_is_the_same(place, tracer):
+    model = Signed(NUMBERS[place])
+    with fxpipe.compile(model, TWO, chunks=2, tracer=tracer) as pipe:
+        for number in (0.0, -0.0, 0.0, -0.0, float("nan"), float("nan"), float("nan")):
+            model.number = model.numbers[0] = number
+            expected = torch.cat([model(part, number, (number,)) for part in X.chunk(2)])
+            torch.testing.assert_close(pipe(X, number, (number,)), expected)
+        assert len(pipe.compilations) == 3
