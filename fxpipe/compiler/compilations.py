@@ -87,6 +87,8 @@ class Compilations(Sequence[Compilation]):
             number of micro-batches; with the first of a step it is checked what the loss means.
         checks: how many seconds each check of a later mini-batch has taken: labels or numbers had
             come in it by which micro-batches might mean something else.
+        refused: the error that the latest attempt to compile has ended with, as one line; "" if it
+            has succeeded, or there was none.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,6 +96,19 @@ class Compilations(Sequence[Compilation]):
         self._all: list[Compilation] = []
         self.lowered: list[float] = []
         self.checks: list[float] = []
+        self.refused = ""
+
+    @contextmanager
+    def refusals_noted(self) -> Iterator[None]:
+        """A context for one compilation: an error that ends it is noted as ``refused``. What comes
+        after the first compilation of a call, as the check of a loss does, is one, too."""
+        try:
+            yield
+        except Exception as error:
+            first, *_ = str(error).splitlines() or [""]
+            self.refused = f"{type(error).__name__}: {first}"
+            raise
+        self.refused = ""
 
     def note(
         self,

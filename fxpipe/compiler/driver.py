@@ -190,10 +190,11 @@ class Compiler(LaterChecks):
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:
         """A context for a compilation: the time of each phase is taken, and logged if the user asks
-        for it, and no warning is given that an earlier compilation has given."""
+        for it, no warning is given that an earlier compilation has given, and an error is noted."""
         title = f"{type(self.model).__name__}: {title}"
         is_shown = self.options.verbose or wants_log()
-        with older_objects_set_aside(), logged(title, is_shown), each_once(self._warned):
+        noted = self.compilations.refusals_noted()
+        with older_objects_set_aside(), logged(title, is_shown), each_once(self._warned), noted:
             yield
 
     @contextmanager

@@ -102,11 +102,15 @@ def _wrapped(sentence: str) -> Iterable[str]:
             )
 
 
-def not_compiled(model: nn.Module) -> Explanation:
-    """What there is to say before the first call, where no example inputs were given."""
+def not_compiled(model: nn.Module, refused: str) -> Explanation:
+    """What there is to say before a first call has been compiled, where no example inputs were
+    given. ``refused``: the error that a call has ended with; "" if there was none."""
+    why = "there has been no call and no example"
     said = [
-        f"{type(model).__name__} is not compiled yet, as there has been no call and no example: "
+        f"{type(model).__name__} is not compiled yet, as "
+        f"{'the last call could not be compiled' if refused else why}: "
         "where its batch is, how it can be traced and where it is cut is not known.",
+        *([f"That call ended with {refused}"] if refused else []),
         "Call this, with inputs like those of a call, and then explain() again:",
         "    pipe.prepare(x)",
     ]

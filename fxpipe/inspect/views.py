@@ -317,7 +317,7 @@ class Views:
         is kept until something of what it says has changed."""
         runner = self._runner
         if not runner.has_a_call:
-            return not_compiled(runner.compiler.model)
+            return not_compiled(runner.compiler.model, runner.compiler.compilations.refused)
         mode, chunks = runner.reported()
         kept, has_stepped = (self._modes, self._segments), runner.last_step() is not None
         compilations = runner.compiler.compilations

@@ -198,6 +198,17 @@ def test_before_there_is_a_call_it_says_what_to_call():
         assert "Where the batch is" in str(pipe.explain())
 
 
+def test_after_a_call_that_was_refused_it_says_why():
+    with fxpipe.compile(MLP(), TWO) as pipe:
+        with pytest.raises(fxpipe.TraceError):
+            pipe(iter([X]))
+        text = str(pipe.explain())
+        assert "as the last call could not be compiled" in text
+        assert "That call ended with Unsupported: the argument x is a list_iterator" in text
+        pipe.prepare(X)
+        assert "could not be compiled" not in str(pipe.explain())
+
+
 def test_it_says_where_the_batch_is_and_how_that_is_known():
     found = said(explained(MLP()), "Where the batch is")
     assert found.startswith("A mini-batch of 8 rows is cut into 8 micro-batches: x along dimension")
