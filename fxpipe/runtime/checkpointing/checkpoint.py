@@ -121,6 +121,8 @@ def checkpoint(
 
     Raises:
         CheckpointError: in the backward, if the second run saves other tensors than the first.
+        RuntimeError: in the backward, if somebody else has written to a parameter or a buffer of
+            the function's module since the first run.
         ValueError: for another ``determinism_check``.
     """
     if not callable(fn):

@@ -6,8 +6,13 @@
     the buffers that it writes to       written to                  copies, as before the first call
     the parameters that it writes to    written to                  copies, as before the first call
     attributes by which it computes     changed                     as before the first call
+    its other tensors                   unchanged                   read again
+                                        written to by others        an error
 
 So a batch norm counts a batch once, though its forward runs twice.
+
+Others may be an optimizer, or a user's loop. Autograd notices their writes to what it saves for a
+backward. The second call reads more than that: a bias, or a buffer that is added, is not saved.
 
 A graph, and a module of PyTorch, write to the same tensors in each call, so that the first call
 says to which. The code of a user's module may write to others in a later call, depending on values
@@ -24,17 +29,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.ir.source import is_users_type
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.state import STATEFUL, State, refill
-from fxpipe.runtime.writes import ChangedTensors, Writes
+from fxpipe.runtime.writes import ChangedTensors, Writes, WrittenMemory, writes_counted
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _stood_for: Any = WeakIdKeyDictionary()
 """By copies of buffers that second calls have used: the buffers themselves."""
+_raised: Any = WeakIdKeyDictionary()
+"""How often the versions of parameters have been raised by second calls, which have written to
+copies of them."""
 
 
 class ModuleEffects:
@@ -60,7 +69,12 @@ class ModuleEffects:
         return _NOTHING if self._written is None else self._written.watched()
 
     def as_before(self) -> AbstractContextManager[None]:
-        """A context for the second call, in which all of this is as it was before the first."""
+        """A context for the second call, in which all of this is as it was before the first.
+
+        Raises RuntimeError if others have written to what the second call reads.
+        """
+        if self._written is not None:
+            self._written.check()
         is_written = self._written is not None and self._written.has_copies
         return self._as_before() if is_written or self._state is not None else _NOTHING
 
@@ -71,11 +85,6 @@ class ModuleEffects:
             self._written.as_before() if self._written is not None else _NOTHING,
         ):
             yield
-
-    @property
-    def written_parameters(self) -> Sequence[Tensor]:
-        """The parameters that the module writes to, once the first call has been made."""
-        return () if self._written is None else self._written.own_parameters()
 
     @property
     def standing_in(self) -> set[int]:
@@ -198,7 +207,7 @@ class _WrittenState:
     _known: ClassVar[Any] = WeakIdKeyDictionary()
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self.module = module
+        self.module, self._modules = module, modules
         self.standing_in: set[int] = set()  # memory of parameters' copies in as_before()
         self.mode = tuple([_mode_of(each) if each._buffers else each.training for each in modules])
         written = self._known.setdefault(module, {}).get(self.mode)
@@ -233,21 +242,60 @@ class _WrittenState:
         """Whether there is anything that the module writes to."""
         return bool(self.buffers or self.parameters)
 
-    def own_parameters(self) -> list[Tensor]:
-        """The module's own parameters of which there are copies."""
-        return [self.module.get_parameter(name) for name in self.parameters]
-
-    def watched(self) -> AbstractContextManager[None]:
-        """The first call is made within this context."""
-        return self._watched() if self._is_learning or self._tensors else _NOTHING
-
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
+        """The first call is made within this context."""
         with (
             self._learning() if self._is_learning else _NOTHING,
             self._copying() if self._tensors else _NOTHING,
         ):
-            yield
+            try:
+                yield
+            finally:  # also of a call that fails, as the part of a graph that it leaves may be used
+                self._read = [(*read, _times_written(read[-1])) for read in self._readable()]
+
+    def _readable(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """The tensors that the module may read: each with the module within it that has the tensor,
+        and the tensor's name there."""
+        for each in self._modules:
+            for table in each._parameters, each._buffers:
+                yield from ((each, name, t) for name, t in table.items() if t is not None)
+        for users in _users_within(self.module):
+            if (owner := users.reference()) is not None:
+                own = vars(owner).items()
+                yield from ((owner, name, t) for name, t in own if isinstance(t, Tensor))
+
+    def _written_since(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """The tensors that have been written to since the first call: each with its module, and its
+        name there."""
+        return [
+            (each, name, tensor)
+            for each, name, tensor, times in self._read
+            if _times_written(tensor) > times
+        ]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a tensor without a copy has been written to since the first
+        call."""
+        written = self._written_since()
+        if not written:
+            return
+        paths = {id(each): path for path, each in self.module.named_modules()}
+
+        def path_of(each: nn.Module, name: str) -> str:
+            return f"{paths.get(id(each), type(each).__name__)}.{name}".removeprefix(".")
+
+        copies = {*self.buffers, *self.parameters, *self.attributes}
+        copied = {memory_of(t) for each, name, t, _ in self._read if path_of(each, name) in copies}
+        for each, name, tensor in written:
+            if memory_of(tensor) not in copied:
+                raise RuntimeError(
+                    f"{path_of(each, name)} has been modified by an inplace operation since the "
+                    f"forward of {type(self.module).__name__}. That forward is checkpointed: the "
+                    "backward runs it again, and would compute with other values than before. Call "
+                    "backward() ahead of the modification, or keep what the forward computes: "
+                    'without fxpipe.checkpoint, and in a pipeline with checkpoint="never"'
+                )
 
     def _copying(self) -> AbstractContextManager[None]:
         with _lock:
@@ -277,7 +325,8 @@ class _WrittenState:
         """Notices what is written to, and remembers it for later calls.
 
         A parameter is copied just before the first operator that writes to it. Buffers are copied
-        beforehand, and copies of those that are known not to have changed are dropped.
+        beforehand, and copies of those that are known not to have changed are dropped, unless an
+        operator has written the same values to them: it may write others in a later call.
         """
 
         def save(name: str, parameter: Tensor) -> None:
@@ -285,16 +334,18 @@ class _WrittenState:
 
         tensors = (*self.module.parameters(), *self.module.buffers())
         was_lazy = any(is_lazy(tensor) for tensor in tensors)
-        with Writes(dict(self.module.named_parameters()), save):
+        before = {name: self.module.get_buffer(name) for name in self.buffers}
+        with WrittenMemory() as memory, Writes(dict(self.module.named_parameters()), save):
             yield
         now = self.module.get_buffer
         comparison = ChangedTensors({name: (now(name), old) for name, old in self.buffers.items()})
-        changed = comparison.changed()
-        if changed is not None:
-            self.buffers = {name: self.buffers[name] for name in changed}
+        same = [name for name, buffer in before.items() if memory.has(buffer)]
+        written = _Written(comparison, same, [*self.parameters])
+        settled = written.settled()
+        if settled is not None:
+            self.buffers = {name: self.buffers[name] for name in settled[0]}
             self._note_uncopied()
         if not was_lazy:  # a lazy module has made tensors in this call, which were not watched
-            written = _Written(comparison, [*self.parameters])
             self._known[self.module].setdefault(self.mode, written)
 
     @contextmanager
@@ -310,7 +361,8 @@ class _WrittenState:
             homes.append((vars(self.module.get_submodule(owner)), key, old))
         buffers = [home[key] for home, key, _ in homes]
         parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
-        data = [parameter.data for parameter, _ in parameters]
+        data = [(parameter.data, writes_counted(parameter)) for parameter, _ in parameters]
+        since = {id(tensor) for _, _, tensor in self._written_since()} if parameters else set()
         try:
             for home, key, old in homes:
                 home[key] = old.clone()
@@ -323,8 +375,14 @@ class _WrittenState:
             for (home, key, _), buffer in zip(homes, buffers, strict=True):
                 _stood_for[home[key]] = buffer
                 home[key] = buffer
-            for (parameter, _), now in zip(parameters, data, strict=True):
+            for (parameter, _), (now, version) in zip(parameters, data, strict=True):
                 parameter.data = now
+                if id(parameter) in since:
+                    # It has other values again than this call has seen: if the graph has saved it,
+                    # autograd now says so in the backward.
+                    increment_version(parameter)
+                raised = writes_counted(parameter) - version
+                _raised[parameter] = int(_raised.get(parameter, 0)) + raised
             for own, now_there in assigned:
                 refill(own, now_there)
 
@@ -349,15 +407,23 @@ def _mode_of(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Written:
-    """The buffers and parameters that a module writes to, as its first call has shown."""
+    """The buffers and parameters that a module writes to, as its first call has shown: of buffers,
+    those that have changed, and those to which an operator has written, maybe the same values."""
 
-    buffers: ChangedTensors[str]
+    changed: ChangedTensors[str]
+    buffers: list[str]
     parameters: list[str]
 
     def settled(self) -> tuple[list[str], list[str]] | None:
         """Their names; None as long as an accelerator has not compared the buffers."""
-        changed = self.buffers.changed()
-        return None if changed is None else (changed, self.parameters)
+        changed = self.changed.changed()
+        return None if changed is None else ([*{*changed, *self.buffers}], self.parameters)
+
+
+def _times_written(tensor: Tensor) -> int:
+    """How often a tensor has been written to, as far as its version tells: by others than second
+    calls, which write to copies."""
+    return writes_counted(tensor) - (int(_raised.get(tensor, 0)) if len(_raised) else 0)
 
 
 def original(tensor: Tensor) -> Tensor:

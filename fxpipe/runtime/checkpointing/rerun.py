@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.ir._torch import pytree
 from fxpipe.runtime.checkpointing.module_effects import ModuleEffects
@@ -46,9 +44,6 @@ the ends of the autograd graph, at which the backward begins: edges of the graph
 
 _within: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 """The modules within each stage. They are looked up once, since a stage is called often."""
-_raised: Any = WeakIdKeyDictionary()
-"""How often the versions of parameters have been raised by second calls, which have written to
-copies of them."""
 
 
 class Rerun:
@@ -76,7 +71,6 @@ class Rerun:
             within = _within[stage] = [each for each in stage.modules() if each is not stage]
         self._modules, self._function, self._args = [stage, *within], function, args
         self._given = _versions(_tensors(args))
-        self._parameters: list[tuple[Tensor, int]] = []
         self._context = copy_context()
         self._effects = ModuleEffects(self._modules)
         self._contexts = contexts or (nullcontext(), nullcontext())
@@ -85,12 +79,6 @@ class Rerun:
         """Make the first call, and return its results."""
         with self._effects.watched(), self._contexts[0]:
             results, ends = record(self._function, self._args)
-        self._parameters = [
-            (each, _times_written(each))
-            for module in self._modules
-            for each in module._parameters.values()
-            if each is not None
-        ]
         self._looks, self._trained = _looks(results), _trained_by(ends)
         return results
 
@@ -98,29 +86,15 @@ class Rerun:
         """Make the second call, with the context variables (``contextvars``) of the first.
 
         Raises:
-            RuntimeError: if an argument, or a parameter to which the stage itself does not write,
-                has been written to since the first call.
+            RuntimeError: if an argument, or a tensor of the stage to which the stage itself does
+                not write, has been written to since the first call.
             CheckpointError: if the results are not like those of the first call, or are computed
                 with other parameters.
         """
         for tensor, version in self._given:
             check_version(tensor, version, "an argument")
-        copied = {id(each): (each, version_in(each)) for each in self._effects.written_parameters}
-        others = []
-        for parameter, times in self._parameters:
-            if id(parameter) not in copied:
-                check_version(parameter, times + _raised.get(parameter, 0), "a parameter")
-            elif _times_written(parameter) != times:
-                others.append(parameter)
         with self._effects.as_before(), self._contexts[1]:
             results, ends = self._context.run(record, self._function, self._args)
-        for parameter in others:
-            # It has other values again than this call has seen: if the graph has saved it, autograd
-            # now says so in the backward.
-            increment_version(parameter)
-        for parameter, version in copied.values():
-            raised = version_in(parameter) - version
-            _raised[parameter] = int(_raised.get(parameter, 0)) + raised
         looks = _looks(results)
         if looks != self._looks:
             pairs = zip_longest(map(_said, self._looks), map(_said, looks), fillvalue="nothing")
@@ -147,11 +121,6 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif value is not None:
             yield from (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
-
-
-def _times_written(parameter: Tensor) -> int:
-    """How often a parameter has been written to, as far as its version tells."""
-    return version_in(parameter) - int(_raised.get(parameter, 0))
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

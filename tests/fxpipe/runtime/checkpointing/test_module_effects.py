@@ -4,6 +4,7 @@ also where a checkpoint calls it again: and the second call reads what the first
 from __future__ import annotations
 
 import copy
+import operator
 from itertools import pairwise
 
 import pytest
@@ -260,3 +261,85 @@ def test_a_batch_norm_that_changes_how_it_computes_counts_each_batch_once(first,
                 (F.mse_loss(other(part), its) / 3).backward()
             pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
             assert all(torch.equal(one, its) for one, its in pairs)
+
+
+class Shifted(nn.Module):
+    """Adds a buffer, an attribute and a bias: no backward needs their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.plain = nn.Linear(8, 8), torch.zeros(8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x):
+        return (self.linear(x) + self.shift + self.plain).tanh()
+
+
+class ShiftedWhole(Shifted):
+    """The same, kept whole, since it branches by values."""
+
+    def forward(self, x):
+        return x if x.sum() > 1e9 else super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["shift", "plain", "linear.bias"])
+@pytest.mark.parametrize("kind", [Shifted, ShiftedWhole])
+@pytest.mark.parametrize("checkpoint", ["always", "selective"])
+def test_what_others_write_to_before_the_backward_is_not_read_again(name, kind, checkpoint):
+    model, x = nn.Sequential(kind(), nn.Linear(8, 8)), torch.randn(6, 8)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        loss = pipe(x).sum()
+        with torch.no_grad():
+            operator.attrgetter(name)(model[0]).add_(1)
+        with pytest.raises(RuntimeError, match=f"{name} has been modified by an inplace operation"):
+            loss.backward()
+        pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Shifted, ShiftedWhole])
+def test_what_others_put_in_the_place_of_a_tensor_before_the_backward_is_not_read_again(kind):
+    model, x = nn.Sequential(kind(), nn.Linear(8, 8)), torch.randn(6, 8)
+    other = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        losses = [pipe(x).sum(), sum(other(part).sum() for part in x.chunk(2))]
+        for each in (model[0], other[0]):
+            each.shift, each.plain = torch.ones(8), torch.ones(8)
+        for loss in losses:
+            loss.backward()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, its.grad) for one, its in pairs)
+
+
+def test_a_hook_that_writes_to_a_buffer_before_it_is_read_again_is_an_error():
+    model, x, target = nn.Sequential(Shifted(), nn.Linear(8, 8)), *torch.randn(2, 6, 8)
+    options = {"checkpoint": "always", "loss_fn": F.mse_loss, "schedule": "gpipe"}
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, **options) as pipe:
+        model[1].weight.register_hook(lambda grad: model[0].shift.add_(1) * 0 + grad)
+        with pytest.raises(RuntimeError, match="shift has been modified by an inplace operation"):
+            pipe.step(x, target=target)
+
+
+class Peak(nn.Module):
+    """Adds the largest value so far: the first rows may leave it as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("peak", torch.tensor(9.0))
+
+    def forward(self, x):
+        self.peak.copy_(torch.maximum(self.peak, x.detach().max()))
+        return (self.linear(x) + self.peak / 9).sin()
+
+
+def test_a_buffer_that_gets_the_value_that_it_has_is_read_as_it_was_in_each_call():
+    model = nn.Sequential(Peak(), nn.Linear(8, 8))
+    other, x = copy.deepcopy(model), torch.randn(6, 8)
+    x[5, 0] = 20.0
+    options = {"partition": ["1"], "checkpoint": "always", "check": "warn"}
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, **options) as pipe:
+        pipe(x).sum().backward()
+    torch.cat([other(part) for part in x.chunk(3)]).sum().backward()
+    assert model[0].peak == other[0].peak == 20
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, its.grad) for one, its in pairs)
