@@ -110,7 +110,6 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.
     with (
-        untouched(model),
         torch.inference_mode(False),
         torch.enable_grad(),
         silent(),
@@ -120,7 +119,9 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     ):
         for each in strategies:
             try:
-                return _attempt(example, each)
+                # What an attempt leaves in the model are fake tensors, with which no run computes.
+                with untouched(model):
+                    return _attempt(example, each)
             except Failure as failure:
                 if each.layers:
                     strategies.append(replace(each, layers={}))

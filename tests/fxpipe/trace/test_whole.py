@@ -446,6 +446,28 @@ def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
     torch.testing.assert_close(gradients(model), expected[1])
 
 
+class Centred(nn.Module):
+    """Keeps the mean that it subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Recurrent(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        self.mean = x.mean(1, keepdim=True)
+        return self.last(self.first(x - self.mean, lengths))
+
+
+@pytest.mark.filterwarnings("ignore:Centred sets mean")
+def test_the_model_around_it_may_keep_a_tensor_in_an_attribute() -> None:
+    """The export that fails in the layer leaves a fake tensor there, which no run computes with."""
+    model, x, lengths = Centred(), torch.randn(6, 5, 6), torch.tensor([5, 1, 3, 2, 4, 5])
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x, lengths)
+        assert wholes(pipe.model_graph) == {"first": Recurrent}
+    assert same(output, loop(model, (x, lengths), 3)[0])
+
+
 class LastState(Recurrent):
     """Of rows of several lengths, of which it makes no use but for the last state of each."""
 
