@@ -33,6 +33,7 @@ from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.keywords import refuse_keywords
 from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.on_meta import exported_somewhere
 from fxpipe.trace.operators import operators_of
@@ -192,6 +193,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             for caught in undecided:
                 raise caught
             _refuse_lost_tensors(program, example)
+            _refuse_control_flow(program)
             sizes = sizes_of(program, example.batch_dims)
             if strategy.layers and (functions or checkpointed.found):
                 raise DoesNotRepeat("it has backwards or checkpoints of its own")
@@ -267,6 +269,36 @@ def _refuse_lost_tensors(program: torch.export.ExportedProgram, example: Example
                 "constant of it, as it does where a forward uses tensor.data: tensor.detach() can "
                 "be traced",
             )
+
+
+_CONTROL_FLOW = {
+    torch.ops.higher_order.cond,
+    torch.ops.higher_order.while_loop,
+    torch.ops.higher_order.map_impl,
+    torch.ops.higher_order.scan,
+    torch.ops.higher_order.associative_scan,
+}
+"""Operators that call functions of the model, such as the branches of ``torch.cond``."""
+
+
+def _refuse_control_flow(program: torch.export.ExportedProgram) -> None:
+    """Raise ``Refused`` if the model calls one of :data:`_CONTROL_FLOW`. No pass looks into their
+    functions. Nor is a module that calls them kept whole: modes that watch what it does refuse
+    them."""
+    parts = (part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
+    for node in (node for part in parts for node in part.graph.nodes):
+        if node.target in _CONTROL_FLOW:
+            raise Refused(
+                f"the operator {node.target} calls functions that no pass looks into"
+                f"{_line_of(node)}: choose by torch.where from what both branches compute; or use "
+                "a plain if, or a loop, in a module of its own"
+            )
+
+
+def _line_of(node: fx.Node) -> str:
+    """The line of the model at which a node has been recorded, to be added to a message."""
+    frame = model_frame(node.stack_trace)
+    return f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
 
 
 def _has(model: nn.Module, name: str) -> bool:
@@ -473,6 +505,7 @@ def _on_the_model(
     # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls, attributes)
+    refuse_keywords(graph)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
 
 
@@ -539,11 +572,9 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> Blamed | N
         for sized in sized_by_values(node):
             meta = node.meta if sized is node else _without_wrapper(sized.meta)
             paths = [path for path, _ in meta.get("nn_module_stack", {}).values()]
-            owner = model.get_submodule(paths[-1]) if paths else model
-            frame = model_frame(sized.stack_trace)
-            where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
             return Blamed(
-                owner, f"a number, or the size of a tensor, depends on values of tensors{where}"
+                model.get_submodule(paths[-1]) if paths else model,
+                "a number, or the size of a tensor, depends on values of tensors" + _line_of(sized),
             )
     return None
 

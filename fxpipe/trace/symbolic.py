@@ -32,6 +32,7 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.folded import Folded, computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.keywords import refuse_keywords
 from fxpipe.trace.lines import running_lines
 from fxpipe.trace.on_meta import told_somewhere
 from fxpipe.trace.patches import functions_handled, fx_here, prints
@@ -81,6 +82,7 @@ def front_end(example: Example) -> Traced:
                 "it writes in place to a tensor that is none of its buffers and parameters, which "
                 "fx takes for a constant"
             )
+        refuse_keywords(graph)
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)

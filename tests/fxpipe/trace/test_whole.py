@@ -407,6 +407,30 @@ def test_who_reads_a_value_is_kept_whole_and_not_who_needs_it() -> None:
         traced.graph_module.forward(x)
 
 
+class Cond(nn.Module):
+    """Has a layer in each of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
+
+
+class If(Cond):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+def test_a_branch_by_values_is_an_if_and_no_operator() -> None:
+    x = torch.randn(4, 6)
+    traced = trace(nn.Sequential(If(), nn.Linear(6, 6)), (x,))
+    assert wholes(traced.graph_module) == {"0": If}
+    with pytest.raises(TraceError, match=r"the operator cond calls .*test_whole.py.* a plain if"):
+        trace(nn.Sequential(Cond(), nn.Linear(6, 6)), (x,))
+
+
 class Recurrent(nn.Module):
     """Rows of several lengths, packed."""
 
