@@ -6,6 +6,7 @@
     the buffers that it writes to       written to                  copies, as before the first call
     the parameters that it writes to    written to                  copies, as before the first call
     attributes by which it computes     changed                     as before the first call
+    train or eval mode                  changed by others           as before the first call
     its other tensors                   unchanged                   read again
                                         written to by others        an error
 
@@ -63,6 +64,7 @@ class ModuleEffects:
         stateful = [each for each in modules if each in STATEFUL] if len(STATEFUL) else []
         stateful = [*dict.fromkeys([*users, *stateful])]
         self._state = State(stateful) if stateful else None
+        self._modes = [(each, each.training) for each in modules]
 
     def watched(self) -> AbstractContextManager[None]:
         """A context for the first call, which notices what the module writes to."""
@@ -76,15 +78,26 @@ class ModuleEffects:
         if self._written is not None:
             self._written.check()
         is_written = self._written is not None and self._written.has_copies
-        return self._as_before() if is_written or self._state is not None else _NOTHING
+        others = [(each, was) for each, was in self._modes if each.training is not was]
+        if is_written or others or self._state is not None:
+            return self._as_before(others)
+        return _NOTHING
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def _as_before(self, others: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+        """``others``: the modules that are in another mode now, each with its mode before."""
+        now = [(each, each.training) for each, _ in others]
         with (
             self._state.as_before() if self._state is not None else _NOTHING,
             self._written.as_before() if self._written is not None else _NOTHING,
         ):
-            yield
+            try:
+                for each, training in others:
+                    each.training = training
+                yield
+            finally:
+                for each, training in now:
+                    each.training = training
 
     @property
     def standing_in(self) -> set[int]:

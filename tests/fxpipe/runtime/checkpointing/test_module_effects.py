@@ -319,6 +319,32 @@ def test_a_hook_that_writes_to_a_buffer_before_it_is_read_again_is_an_error():
             pipe.step(x, target=target)
 
 
+class Moded(nn.Module):
+    """Scales its input by another factor in eval mode, and is kept whole, by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x if x.sum() > 1e9 else (self.linear(x) * (2 if self.training else 3)).sin()
+
+
+@pytest.mark.parametrize("part", [Moded, lambda: nn.BatchNorm1d(8)], ids=["whole", "norm"])
+@pytest.mark.parametrize("checkpoint", ["always", "selective"])
+def test_a_change_to_eval_mode_before_the_backward_changes_no_gradient(part, checkpoint):
+    model, x = nn.Sequential(nn.Linear(8, 8), part(), nn.Linear(8, 8)), torch.randn(6, 8)
+    other = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        losses = [pipe(x).sin().sum(), torch.cat([other(part) for part in x.chunk(2)]).sin().sum()]
+        for each, loss in zip((model, other), losses, strict=True):
+            each.eval()
+            loss.backward()
+        assert not any(module.training for module in model.modules())
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one.grad, its.grad) for one, its in pairs)
+
+
 class Peak(nn.Module):
     """Adds the largest value so far: the first rows may leave it as it is."""
 
