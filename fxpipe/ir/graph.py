@@ -57,7 +57,7 @@ ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micr
 UPDATES = "updates"  #: tuple[str, ...]: by name what such a node updates, then what it is given
 FIRST = "first"  #: True at a node that runs once for a mini-batch, ahead of its micro-batches
 
-MADE = "_made_in_each_call"
+MADE = "_made_constant"
 """The name, but for a number behind it, under which a graph module holds a constant that stands for
 a tensor which the model makes anew in each call."""
 

@@ -109,10 +109,10 @@ def test_only_what_is_returned_is_copied():
 x: input
 a = a(x)
 b = b(a)
-_made_in_each_call0 = self._made_in_each_call0
-add = add(b, _made_in_each_call0)
-_made_in_each_call1 = self._made_in_each_call1
-_made_in_each_call1_anew = clone(_made_in_each_call1)
-return (add, [_made_in_each_call1_anew])
+_made_constant0 = self._made_constant0
+add = add(b, _made_constant0)
+_made_constant1 = self._made_constant1
+_made_constant1_anew = clone(_made_constant1)
+return (add, [_made_constant1_anew])
 """,
     )
