@@ -150,6 +150,9 @@ class Staging(ABC):
         """What the check has warned of, see :meth:`fxpipe.meaning.asked.Asked.warn`."""
         self._warned: set[str] = set()
         """The warnings that compilations have given, see :func:`fxpipe.ir.log.each_once`."""
+        self._has_set_constants = False
+        """Whether a call has been seen to set something that is no tensor on an argument, which may
+        depend on the sizes. Later calls may set it, too, where it is what it was already."""
         self._target: Any = options.example_target
         """A target like that of the call that is compiled, with its tensors on "meta"; None: not
         known."""
@@ -368,6 +371,7 @@ class Staging(ABC):
         compared = meaning.graph if chunks is None and not self._any_size else None
         with self._where_it_runs(twin.model, tensors):
             written = written_arguments(twin.model, *traced_with)
+            self._has_set_constants |= written.sets_constants
             prepared = self._traced(
                 twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
@@ -407,7 +411,7 @@ class Staging(ABC):
             guards=Guards(
                 call,
                 ONE_SIZE
-                if written.is_for_one_size
+                if self._has_set_constants
                 else _kind(prepared.traced, None if meaning.listed else chunks),
                 Premises(
                     self.model,

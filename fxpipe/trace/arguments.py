@@ -69,9 +69,9 @@ class WrittenArguments:
     moved: Mapping[str, Structure] = field(default_factory=dict)
     """For the path of each other argument that the call changes, without new tensors in it: what it
     is after the call."""
-    is_for_one_size: bool = False
-    """Whether one of these others gets something that is no tensor: it may depend on the sizes of
-    the inputs."""
+    sets_constants: bool = False
+    """Whether something that is no tensor is another one in them after the call: it may depend on
+    the sizes of the inputs."""
     number: str = ""
     """The path of a number in one of them that the call changes, and that is a constant of the
     graph; "" if there is none."""
@@ -300,7 +300,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
     places: dict[str, str] = {}
     origins: dict[str, str] = {}
     moved: dict[str, Structure] = {}
-    number, is_for_one_size = "", False
+    number, sets_constants = "", False
     for argument in before:
         own = returned.get(id(argument.part))
         if own is not None and (argument.has_changed or argument.has_new_tensors or argument.new):
@@ -318,7 +318,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                     f"{_copy_of(argument)}"
                 )
             moved[argument.path] = Structure.of(argument.part)[1]
-            is_for_one_size |= argument.sets_constants
+            sets_constants |= argument.sets_constants
             origins |= argument.origins
         elif own is None and argument.has_new_tensors:
             warn(
@@ -326,7 +326,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
                 f"{type(argument.part).__name__}, as a new attribute; a pipeline does not: if you "
                 "read it, let the forward return it"
             )
-    return WrittenArguments(places, origins, moved, is_for_one_size, number)
+    return WrittenArguments(places, origins, moved, sets_constants, number)
 
 
 def _copy_of(argument: _Before) -> str:

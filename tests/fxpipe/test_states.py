@@ -291,10 +291,12 @@ def test_a_new_attribute_that_makes_no_difference_is_said():
     assert vars(context) == {"name": "a"}
 
 
-def test_a_number_that_the_model_sets_is_that_of_each_size():
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_number_that_the_model_sets_is_that_of_each_size(is_new):
+    context = Context(rows=0)
     with piped(OfContext(note_rows)) as pipe:
-        for rows in (4, 2, 4):
-            context = Context(rows=0)
+        for rows in (4, 4, 2, 4):
+            context = Context(rows=0) if is_new else context
             pipe(X[:rows], context)
             assert context.rows == rows
 
