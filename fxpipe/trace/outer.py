@@ -21,7 +21,9 @@ A variable to which the code assigns gets back whatever it had, a number as well
     type(self).calls += 1                        an attribute of a class
     nonlocal last; last = h.mean()               a variable of the function around
 
-But what has been loaded stays: a function, or a Python module, that the first call compiles, say.
+But what is no data stays, as it may have been made known elsewhere: a function that the first call
+compiles, a Python module that it imports, or an object of another package, such as a handler of
+``logging``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,17 +39,19 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType, Simp
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed, is_users_type
-from fxpipe.runtime.state import OF_MODULES, State
-from fxpipe.trace.snapshots import MISSING, content_of, is_plain
+from fxpipe.runtime.state import OF_MODULES, PLAIN, State
+from fxpipe.trace.snapshots import MISSING, content_of
 
 _Cache: type[Any] = type(functools.cache(len))
 _CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
 _BASES = dict, list, set, tuple, deque
 _VALUES = Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool
+_DATA = *_VALUES, *_BASES, SimpleNamespace, np.ndarray, np.generic, torch.dtype, torch.device
 _DEPTH = 5  # how many calls deep the code of a forward is followed
 _MANY = 10_000  # a longer container is data, of which no copy is made
 _FEW = 256  # in a longer container no functions and objects of the model's are looked for
@@ -131,7 +136,7 @@ class Outside:
         return [name for name, kept, state in self._contents if _has_changed(kept, state)]
 
     def assigned(self) -> list[OuterVariable]:
-        """The variables that have another value than they had, but for those that have code."""
+        """The variables that have other data than they had."""
         return [each for each, before in self._variables if _is_another(each.get(), before)]
 
     def put_back(self) -> None:
@@ -152,10 +157,12 @@ def _has_changed(container: Any, state: State) -> bool:
 
 
 def _is_another(value: Any, before: Any) -> bool:
-    """Whether a variable has got another value, and one that is no code."""
-    if value is before or (is_plain(value) and type(value) is type(before) and value == before):
+    """Whether a variable has got another value, and one that is data."""
+    is_atom = isinstance(value, PLAIN)
+    if value is before or (is_atom and type(value) is type(before) and value == before):
         return False
-    return isinstance(value, _VALUES) or not (callable(value) or isinstance(value, ModuleType))
+    is_data = is_atom or value is MISSING or isinstance(value, _DATA)
+    return is_data or (_is_users_object(value) and not callable(value))
 
 
 def _has_values(container: Any, depth: int = 3) -> bool:
@@ -386,7 +393,9 @@ def _read_by_function(function: FunctionType) -> Iterator[_Named]:
 
 def _is_users_module(value: Any, name: str) -> bool:
     """Whether a value is a Python module of the model's own code; ``name``: that of a variable."""
-    return isinstance(value, ModuleType) and is_a_users(str(vars(value).get("__file__")), name)
+    if not isinstance(value, ModuleType) or value.__name__ in sys.builtin_module_names:
+        return False
+    return is_a_users(str(vars(value).get("__file__")), name)
 
 
 def _names(code: CodeType) -> Iterator[str]:
