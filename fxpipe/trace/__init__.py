@@ -186,9 +186,9 @@ def runs_alike(
     """Whether a graph does what the model does in a real run, with random numbers and statistics of
     the batch, on as few rows as the model takes. What these are is noted in ``refused_sizes``.
 
-    False also where the model writes to parameters, changes attributes or global variables, puts
-    tensors into these, or draws random numbers on the host, about which :func:`trace` finds out
-    more.
+    False also where the model writes to parameters, changes attributes, modes or global variables,
+    puts tensors into these, or draws random numbers on the host, about which :func:`trace` finds
+    out more.
     """
     with LOCK:
         example = Example.of(model, args, kwargs, batch_dims)
@@ -202,8 +202,8 @@ def runs_alike(
             outside.refuse_other_outputs(example, reference.tensors, lines)
             layouts.refuse_other_outputs(example, reference.tensors, of_layouts)
             seen = reference.result
-            outside_of_modules = seen.outside or seen.assigned
-            if seen.changed or seen.written or seen.draws or outside_of_modules or seen.replaced:
+            changed = seen.changed or seen.modes or seen.replaced
+            if changed or seen.written or seen.draws or seen.outside or seen.assigned:
                 return False
             with phase("comparison", quiet=True):
                 checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)

@@ -251,11 +251,11 @@ class Example:
                 t.detach().clone() if isinstance(t, Tensor) else t for t in results
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-            changed = since.changed()
+            changed, modes = since.changed(), since.modes_changed()
             draws, replaced = since.drew_on_the_host(), since.replaced()
             outside, assigned = since.changed_outside(), since.assigned()
             effects = Effects(
-                output, buffers, {}, None, {}, changed, draws, outside, assigned, replaced
+                output, buffers, {}, None, {}, changed, modes, draws, outside, assigned, replaced
             )
             if recorded:
 
@@ -337,6 +337,7 @@ class Effects:
     history: Hashable  # if recorded: the autograd graph as a value, see ``history_of``
     gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
+    modes: list[tuple[nn.Module, str]]  # the modules that it puts into another mode, train or eval
     draws: bool  # whether the forward draws from Python's or NumPy's random number generator
     outside: list[str]  # the containers outside of modules into which the forward puts tensors
     assigned: list[OuterVariable]  # the variables outside of modules to which it assigns

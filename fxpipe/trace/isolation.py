@@ -29,6 +29,9 @@ from fxpipe.trace.spread import devices_used
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+MODE = "training"
+"""The attribute of a module that tells its mode, train or eval."""
+
 _NOTHING: dict[Any, Any] = {}
 
 
@@ -51,6 +54,7 @@ class Since:
     _tensors: list[tuple[Tensor, Tensor]]  # the modules' tensors, without parameters, and copies
     _outside: Outside
     _held: Held
+    _modes: list[tuple[nn.Module, bool]]
 
     def drew_random_numbers(self) -> bool:
         """Whether random numbers have been drawn since then."""
@@ -68,6 +72,10 @@ class Since:
         """The attributes of modules that have been assigned anew, or whose contents have changed,
         since then."""
         return self._state.changed()
+
+    def modes_changed(self) -> list[tuple[nn.Module, str]]:
+        """The modules that are in another mode by now, train or eval: each with the attribute."""
+        return [(each, MODE) for each, training in self._modes if each.training is not training]
 
     def changed_outside(self) -> list[str]:
         """The containers outside of modules into which tensors have been put since then."""
@@ -106,6 +114,7 @@ def untouched(model: nn.Module, *, but: frozenset[nn.Module] = frozenset()) -> I
     """
     modules, parameters = list(model.modules()), list(model.parameters())
     contents, outside, held = State(modules), Outside(model), Held(modules)
+    modes = [(each, each.training) for each in modules]
     around = dict.fromkeys([*contents.met, *outside.met])
     known = but.union(modules)
     others = [each for each in around if isinstance(each, nn.Module) and each not in known]
@@ -145,7 +154,7 @@ def untouched(model: nn.Module, *, but: frozenset[nn.Module] = frozenset()) -> I
         with _eagerly(), ExitStack() as stack:
             for other in others:
                 stack.enter_context(untouched(other, but=known))
-            yield Since(state, host, contents, saved_tensors, outside, held)
+            yield Since(state, host, contents, saved_tensors, outside, held, modes)
     finally:
         _here.models = outer
         held.put_back()  # first: of a tensor that a trace has changed, the values are read below

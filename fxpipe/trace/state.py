@@ -10,6 +10,9 @@ difference to the model's outputs or buffers, the module that has the attribute 
 forward really runs, once for each micro-batch and in their order. The model itself cannot be kept
 whole, so it is refused. If it makes no difference, a pipeline leaves the attribute unchanged, and a
 warning says so.
+
+A mode is such an attribute, too. It is one of the module that is in train or eval mode, but another
+one, around it, sets it: ``self.norm.eval()``. So that other one is kept whole.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from fxpipe.trace.checks import Reference, difference
 from fxpipe.trace.derived import Derived
 from fxpipe.trace.errors import Refused, source_line
 from fxpipe.trace.example import Example, Traced
-from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.isolation import MODE, parameters_put_back, untouched
 from fxpipe.trace.outer import ASSIGNED
 
 Unit = tuple[nn.Module, str]
@@ -58,7 +61,8 @@ def kept_whole(
     Raises TraceError if the model itself is to be kept whole.
     """
     drawing = _drawing(example, reference.tensors) if reference.result.draws else {}
-    changed = reference.result.changed
+    modes = reference.result.modes
+    changed = [*reference.result.changed, *modes]
     if not changed:
         STATEFUL.update(part for module in drawing for part in module.modules())
         return drawing, ()
@@ -71,10 +75,18 @@ def kept_whole(
     names = {module: name for name, module in model.named_modules()}
     whole = dict(drawing)
     for module, name in matters:
-        owner = _with_a_forward(model, names[module])
+        path = names[module].rpartition(".")[0] if name == MODE else names[module]
+        owner = _with_a_forward(model, path)
         if owner is model:
             where = _where(example, tensors, (module, name))
             path = f"{names[module]}.{name}".removeprefix(".")
+            if name == MODE:
+                raise TraceError(
+                    f"{type(model).__name__} changes {path} in its forward{where}, and what it "
+                    "gives depends on it: a graph would compute in one mode for ever. Call train() "
+                    "and eval() outside of the forward; or move this into a module of its own, "
+                    "which is then kept whole"
+                )
             raise TraceError(
                 f"{type(model).__name__} changes {path} in its forward{where}, and what it gives "
                 "depends on it: a graph would have its first value for ever. Keep a number in a "
@@ -89,22 +101,34 @@ def kept_whole(
         if not any(name.startswith(f"{other}.") for other in whole.values())
     }
     STATEFUL.update(part for module in whole for part in module.modules())
-    return whole, lasting
+    return whole, [*lasting, *modes]
 
 
 def tell(
     example: Example, reference: Reference, changed: Sequence[Unit], graph_module: nn.Module
 ) -> None:
     """Warn of attributes that the model changes, and a pipeline does not: those of modules whose
-    code the graph does not call."""
+    code the graph does not call. Of modules in modules that are all put into another mode, the
+    outermost is told of."""
     called = set(graph_module.modules())
     names = {module: name for name, module in example.model.named_modules()}
     alike: dict[tuple[type, str], list[nn.Module]] = {}
     for module, name in changed:
-        if module not in called:
+        path = names[module]
+        setting = _around(example.model, path) if name == MODE else [module]
+        if called.isdisjoint(setting) and not (name == MODE and (setting[0], name) in changed):
             alike.setdefault((type(module), name), []).append(module)
     for (_, name), owners in alike.items():
         _tell(example, reference.tensors, owners, name, names[owners[0]])
+
+
+def _around(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules around one of a model, the innermost first; for the model, itself."""
+    found = []
+    while path:
+        path = path.rpartition(".")[0]
+        found.append(model.get_submodule(path))
+    return found or [model]
 
 
 def tell_of_what_is_outside(example: Example, reference: Reference) -> None:
@@ -346,6 +370,8 @@ def _instead(owner: nn.Module, name: str) -> str:
         if made_by[0] == nn.utils.__name__ and getattr(hook, "name", None) == name:
             known = f"{nn.utils.__name__}.parametrizations.{made_by[2]}"
             return f"use {known}, which computes it whenever it is read"
+    if name == MODE:
+        return "call train() and eval() outside of the forward"
     return "let the forward return it, and read that"
 
 

@@ -340,3 +340,54 @@ def test_a_lack_of_memory_in_a_later_call_does_not_mean_that_the_state_matters()
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         trace(nn.Sequential(Grows(), nn.Tanh()), (x(),))
+
+
+class Frozen(nn.Module):
+    """Puts its norm into eval mode: ahead of each use, or once it has been used."""
+
+    def __init__(self, is_ahead: bool) -> None:
+        super().__init__()
+        self.is_ahead, self.norm = is_ahead, nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_ahead:
+            self.norm.eval()
+        x = self.norm(x)
+        self.norm.eval()
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_module_that_changes_a_mode_on_which_it_depends_is_kept_whole(
+    tracer: str, checkpoint: str
+) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), Frozen(False), nn.Linear(8, 8)), torch.randn(6, 8)
+    other = copy.deepcopy(model)
+    options = {"tracer": tracer, "checkpoint": checkpoint}
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, **options) as pipe:
+        for training in (True, True, False):
+            for each in (model, other):
+                each.train(training)
+            outputs = [pipe(batch), torch.cat([other(part) for part in batch.chunk(2)])]
+            assert same(*outputs)
+            for output in outputs:
+                output.sin().sum().backward()
+    assert [m.training for m in model.modules()] == [m.training for m in other.modules()]
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(same(one.grad, its.grad) for one, its in pairs)
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+def test_a_model_that_changes_a_mode_on_which_it_depends_is_refused(tracer: str) -> None:
+    where = r"Frozen changes norm\.training .*test_state\.py.*self\.norm\.eval\(\)"
+    with pytest.raises(TraceError, match=where):
+        trace(Frozen(False), (x(),), tracer=tracer)
+    with pytest.raises(TraceError, match=where):
+        fxpipe.compile(Frozen(False), ["cpu"], tracer=tracer)(x())
+
+
+def test_a_mode_on_which_nothing_depends_is_told_of() -> None:
+    with pytest.warns(match=r"Frozen sets norm\.training .* outside of the forward"):
+        traced = trace(model := Frozen(True), (x(),), tracer="export")
+    assert model.norm.training and same(run(traced, x()), copy.deepcopy(model).eval()(x()))
