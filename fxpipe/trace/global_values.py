@@ -12,8 +12,8 @@ variables; and attributes of the model's classes. Of their values numbers, texts
 count, in lists, tuples, sets and dicts, too; whether a function, a module, a tensor or an array is
 another one (a graph reads the values of a tensor in each call); and of an object, a class, a
 function or a Python module of the model's own code the attributes that are read somewhere, by their
-names. What each call of the model itself assigns does not count: a number of calls, say, would have
-the model compiled anew in each of them.
+names. What the model itself assigns does not count: a number of calls, say, would have the model
+compiled anew in each of them.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ _DEEP = 3  # how deep containers, and objects in objects, are followed
 @dataclass(frozen=True)
 class _Variable:
     """What gives the value of a variable, or of a part of it, and words for where it is.
-    ``is_shown``: whether it is told of before it has changed."""
+    ``is_shown``: whether it is told of before it has changed. ``also``: the keys of what is a part
+    of another variable and a variable of its own, as an attribute of a class is."""
 
     get: Callable[[], Any]
     said: str
     is_shown: bool = True
+    also: frozenset[Key] = frozenset()
 
 
 class GlobalValues:
@@ -113,9 +115,9 @@ class GlobalValues:
         return found
 
     def leave_out(self, keys: Collection[Key]) -> None:
-        """Watch these variables no more: each call of the model assigns to them, and gives nothing
-        that depends on it."""
-        self._watch([state for state in self._states if state[0] not in keys])
+        """Watch these variables no more, since the model itself assigns to them."""
+        states = ((key, place, then) for key, place, then in self._states if key not in keys)
+        self._watch([state for state in states if state[1].also.isdisjoint(keys)])
 
     def _watch(self, states: list[tuple[Key, _Variable, Any]]) -> None:
         self._states = states
@@ -230,7 +232,8 @@ def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Va
     if depth and (not is_whole or isinstance(value, FunctionType)):
         for name in _parts(value, names):
             said = f"{place.said}, {name!r}"
-            part = _Variable(partial(_part, place.get, name), said, place.is_shown)
+            also = place.also | _keys(value, name)
+            part = _Variable(partial(_part, place.get, name), said, place.is_shown, also)
             yield from _places(part, names, depth - 1)
 
 
@@ -272,6 +275,16 @@ def _part(get: Callable[[], Any], name: str | int) -> Any:
     own = () if isinstance(value, type) else (getattr(value, "__dict__", {}),)
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
     return next((each[name] for each in (*own, *map(vars, kinds)) if name in each), MISSING)
+
+
+def _keys(value: Any, name: str | int) -> frozenset[Key]:
+    """The keys of the variable that a part of a value may be."""
+    if isinstance(name, int):
+        return frozenset()
+    if isinstance(value, ModuleType):
+        return frozenset([(id(vars(value)), name)])
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    return frozenset((id(kind), name) for kind in kinds)
 
 
 def _is_watched(value: Any, depth: int = _DEEP) -> bool:

@@ -64,7 +64,7 @@ _Named = tuple[str, Any]
 Key = tuple[int, str]
 """What has a variable, by its id, and the name there."""
 ASSIGNED: WeakKeyDictionary[nn.Module, set[Key]] = WeakKeyDictionary()
-"""The variables that each call of a model assigns to."""
+"""The variables to which runs of a model, with their backwards, have assigned."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Outside:
             found = _FOUND[model] = list(_kept(model)), list(_assigned(model))
         kept, variables = found
         self._variables = [(variable, variable.get()) for variable in variables]
+        self._noted = ASSIGNED.setdefault(model, set())
         self._caches = [(c, c.cache_info().misses) for _, c in kept if isinstance(c, _Cache)]
         self.met = [value for _, value in kept if isinstance(value, nn.Module | nn.Parameter)]
         """The modules and parameters that the code reads, and those in containers that it reads."""
@@ -144,6 +145,7 @@ class Outside:
         for variable, before in self._variables:
             if _is_another(variable.get(), before):
                 variable.set(before)
+                self._noted.add(variable.key)
         for _, container, state in self._contents:
             if _has_changed(container, state):
                 state.put_back()

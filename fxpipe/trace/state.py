@@ -40,7 +40,6 @@ from fxpipe.trace.derived import Derived
 from fxpipe.trace.errors import Refused, source_line
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import MODE, parameters_put_back, untouched
-from fxpipe.trace.outer import ASSIGNED
 
 Unit = tuple[nn.Module, str]
 """A module, and the name of an attribute."""
@@ -142,7 +141,6 @@ def tell_of_what_is_outside(example: Example, reference: Reference) -> None:
         with untouched(example.model) as since:
             example.call([tensor.clone() for tensor in reference.tensors])
             names, assigned = since.changed_outside(), since.assigned()
-    ASSIGNED.setdefault(example.model, set()).update(each.key for each in assigned)
     does = [f"puts tensors into {name}" for name in names]
     for each in (*does, *(f"assigns to {variable.said}" for variable in assigned)):
         warn(

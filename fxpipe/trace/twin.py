@@ -118,8 +118,8 @@ class Twin:
 
     def learned(self) -> None:
         """Record for the model what the trace has learned about the twin: which hooks record the
-        model's outputs, which modules compute with a state that they change, and which variables
-        around the model each of its calls assigns to."""
+        model's outputs, which modules compute with a state that they change, and to which
+        variables around it the model itself assigns."""
         model = model_of(self.model)
         if self.model in RECORDING:
             RECORDING[model] = RECORDING[self.model]

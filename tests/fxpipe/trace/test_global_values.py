@@ -472,6 +472,31 @@ def test_what_the_forward_itself_changes_is_not_watched() -> None:
         assert len(pipe.compilations) == 1
 
 
+class CountsInTheBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        CountsInTheBackward.calls += 1
+        return gradient
+
+
+def test_what_the_backward_changes_is_not_watched_either() -> None:
+    class Counted(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(CountsInTheBackward.apply(self.first(x)))
+
+    with fxpipe.compile(Counted(), ["cpu"] * 2, chunks=CHUNKS) as pipe:
+        for _ in range(2):
+            pipe(X).sum().backward()
+        assert len(pipe.compilations) == 1
+    assert CountsInTheBackward.calls == 2 * CHUNKS, "once for each micro-batch, and for no check"
+
+
 @torch.fx.wrap
 def offset(x: Tensor) -> Tensor:
     return x + SETTINGS["shift"][0]

@@ -16,7 +16,7 @@ from tests.fxpipe.trace.small import run
 
 
 class Layer(nn.Module):
-    exported = 0
+    exported: list[int] = []  # noqa: RUF012  # a list, as what is in one is not put back
 
     def __init__(self, number: int, width: int = 8) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
-            Layer.exported += 1
+            Layer.exported.append(1)
         return x + self.linear(self.norm(x)).relu()
 
 
@@ -45,11 +45,11 @@ class Net(nn.Module):
 def exported(model: nn.Module, *inputs: Tensor) -> tuple[Traced, int]:
     """The graph, which gives what the model gives, and how often a layer has been exported."""
     torch.manual_seed(0)
-    Layer.exported = 0
+    Layer.exported.clear()
     inputs = inputs or (torch.randn(6, 4),)
     traced = trace(model, inputs, tracer="export")
     torch.testing.assert_close(run(traced, *inputs), model(*inputs))
-    return traced, Layer.exported
+    return traced, len(Layer.exported)
 
 
 def test_the_nodes_of_the_first_layer_are_copied_for_the_others() -> None:
@@ -96,9 +96,9 @@ def test_an_attribute_of_a_copied_layer_is_a_guard() -> None:
     torch.manual_seed(0)
     model, x = Net(Switched), torch.randn(6, 4)
     with fxpipe.compile(model, ["cpu"] * 2, chunks=1, tracer="export") as pipe:
-        Layer.exported = 0
+        Layer.exported.clear()
         pipe(x)
-        assert Layer.exported == 1
+        assert len(Layer.exported) == 1
         model.layers[3].is_on = False
         torch.testing.assert_close(pipe(x), model(x))
 
@@ -204,9 +204,9 @@ def test_dropout_draws_for_every_copy_anew() -> None:
             return self.dropout(super().forward(x))
 
     model, x = Net(Dropped), torch.randn(6, 4)
-    Layer.exported = 0
+    Layer.exported.clear()
     traced = trace(model, (x,), tracer="export")
-    assert Layer.exported == 1
+    assert len(Layer.exported) == 1
     torch.manual_seed(0)
     expected = model(x)
     torch.manual_seed(0)
@@ -256,10 +256,10 @@ def test_what_layers_compute_by_a_global_variable_shows_in_the_comparison() -> N
 def on_meta(model: nn.Module, *inputs: Tensor) -> tuple[fx.Graph, int]:
     """The graph of a model on "meta", and how often a layer has been exported. Nothing is compared:
     the graph is trained with later, when the model has been loaded."""
-    Layer.exported = 0
+    Layer.exported.clear()
     inputs = inputs or (torch.randn(6, 4, device="meta"),)
     traced = trace(model.to("meta"), inputs, tracer="export", check=False)
-    return traced.graph_module.graph, Layer.exported
+    return traced.graph_module.graph, len(Layer.exported)
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -274,9 +274,9 @@ def test_where_nothing_has_values_layers_that_run_the_same_operators_are_exporte
 
 
 def test_so_are_layers_of_a_model_whose_values_are_not_looked_at() -> None:
-    Layer.exported = 0
+    Layer.exported.clear()
     trace(Net(), (torch.randn(6, 4),), tracer="export", check=False)
-    assert Layer.exported == 1
+    assert len(Layer.exported) == 1
 
 
 def test_a_global_variable_shows_in_the_operators_where_nothing_is_compared() -> None:
