@@ -37,6 +37,7 @@ from fxpipe.ir.precision import users_precision
 from fxpipe.ir.tensors import tensors_of, with_tensors
 from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.writes import same_values
 from passes.common.signature import signature
 from passes.cost.analytic import ADAM, AnalyticCost
 from passes.cost.timer import HostTimer, timer_of
@@ -283,7 +284,8 @@ def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None
         finally:
             state.put_back()
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not same_values(buffer, before):  # a backward of the user's may need its version
+                    buffer.copy_(before)
 
 
 @contextmanager

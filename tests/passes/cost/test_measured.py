@@ -104,6 +104,14 @@ def test_the_model_is_as_it_was(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_buffer_that_is_only_read_is_not_written_to():
+    """A backward of the user's may need it with its version."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    versions = [buffer._version for buffer in model.buffers()]
+    measured(model, torch.randn(8, 4))
+    assert [buffer._version for buffer in model.buffers()] == versions
+
+
 def test_the_first_round_only_warms_up(monkeypatch):
     rounds = []
 
