@@ -212,6 +212,9 @@ class RankPipeline(Pipeline):
 
     # ------------------------------------------------------- parameters and buffers of this rank
 
+    # By the names below, which are those of this rank's, where the model's own are of all ranks.
+    parameters, buffers = nn.Module.parameters, nn.Module.buffers
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:

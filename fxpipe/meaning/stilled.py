@@ -201,7 +201,9 @@ def _is_ours() -> bool:
     """Whether the operator that is dispatched now is one of fxpipe's own, such as that of a
     checkpoint which keeps a buffer for its second run."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_of_torch(frame.f_code.co_filename):
+    while frame is not None and (
+        is_of_torch(frame.f_code.co_filename) or frame.f_code.co_name == "__torch_dispatch__"
+    ):  # another mode hands on what it has been given
         frame = frame.f_back
     return frame is not None and is_ours(frame.f_code.co_filename)
 

@@ -43,18 +43,19 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         "00-before",
         "01-alias",
         "02-inputs",
-        "03-rows",
-        "04-outputs",
-        "05-cost",
-        "06-shared",
-        "07-random",
-        "08-partition",
-        "09-checks",
-        "10-free",
-        "11-tied",
-        "12-split",
-        "13-borders",
-        "14-devices",
+        "03-constants",
+        "04-rows",
+        "05-outputs",
+        "06-cost",
+        "07-shared",
+        "08-random",
+        "09-partition",
+        "10-checks",
+        "11-free",
+        "12-tied",
+        "13-split",
+        "14-borders",
+        "15-devices",
     ]
     names = [
         entry.name
@@ -76,7 +77,7 @@ def test_the_last_text_is_of_what_runs(dumped):
 
 def test_what_stages_do_is_part_of_the_text(dumped):
     pipe, folder = dumped
-    text = (folder / "00-MLP-stages" / "12-split.txt").read_text()
+    text = (folder / "00-MLP-stages" / "13-split.txt").read_text()
     first, *stages = text.split("\n\n")
     assert len(stages) == 2
     assert not any(
@@ -92,11 +93,11 @@ def test_the_index_shows_what_each_pass_changed(dumped):
     assert list(sections) == [
         name.replace("-", " ") for name in passes_in(folder / "00-MLP-stages")
     ]
-    assert "The text is the same." in sections["07 random"]
-    assert html.escape(summary(Random)) in sections["07 random"]
-    cut = sections["08 partition"]
+    assert "The text is the same." in sections["08 random"]
+    assert html.escape(summary(Random)) in sections["08 random"]
+    cut = sections["09 partition"]
     assert re.search('class="added">.*# stage 0</span>', cut)
-    assert "val at" in sections["01 alias"] and "cost at" in sections["05 cost"]
+    assert "val at" in sections["01 alias"] and "cost at" in sections["06 cost"]
     for link in re.findall('href="([^"]+)"', page):
         assert (folder / "00-MLP-stages" / link).exists()
 
@@ -115,8 +116,8 @@ def test_graphs_are_drawn_where_they_change_each_as_what_it_is(tmp_path):
     folder = tmp_path / "small"
     fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=folder).close()
     drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
-    assert "08-partition" in drawn and "07-random" not in drawn
-    assert "<svg" in (folder / "00-MLP-stages" / "08-partition.svg").read_text()
+    assert "09-partition" in drawn and "08-random" not in drawn
+    assert "<svg" in (folder / "00-MLP-stages" / "09-partition.svg").read_text()
     grid = (folder / "01-MLP-pipeline-of-2-micro-batches" / "04-copies.svg").read_text()
     assert "stage 1 · " in grid and grid.count(">mb 1<") == 2, "a row a stage"
 
