@@ -26,6 +26,7 @@ def _as_the_models(name: str) -> Any:
         result = getattr(self.module, name)(*args, **kwargs)
         return self if result is self.module else result
 
+    method.__doc__ = f"As ``torch.nn.Module.{name}``: the model's own ``{name}``."
     return method
 
 
