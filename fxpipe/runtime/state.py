@@ -74,7 +74,7 @@ class State:
                 for name in {**before, **now}
                 if name not in now
                 or name not in before
-                or not _same(now[name], before[name])
+                or not same(now[name], before[name])
                 or self.differs(before[name])
             ]
         return found
@@ -108,7 +108,7 @@ class State:
         else:
             pairs, is_same = list(zip(now, before, strict=False)), len(now) == len(before)
         return not is_same or any(
-            not _same(one, other) or self._differs(other, depth - 1) for one, other in pairs
+            not same(one, other) or self._differs(other, depth - 1) for one, other in pairs
         )
 
     def differs(self, value: Any) -> bool:
@@ -206,7 +206,7 @@ def _is_not(one: Any, other: Any) -> bool:
     return one is not other
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers or strings of one type."""
     is_plain = isinstance(one, PLAIN) and type(one) is type(other)
     return one is other or (is_plain and bool(exact(one) == exact(other)))
@@ -232,7 +232,7 @@ class Attribute:
     def is_now(self) -> bool:
         """Whether the attribute has the value and the contents with which it was recorded."""
         value = vars(self.module).get(self.name, _MISSING)
-        return _same(value, self._value) and not self._state.differs(value)
+        return same(value, self._value) and not self._state.differs(value)
 
 
 _MISSING = object()

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed, is_users_type
-from fxpipe.runtime.state import OF_MODULES, PLAIN, State
+from fxpipe.runtime.state import OF_MODULES, PLAIN, State, same
 from fxpipe.trace.snapshots import MISSING, content_of
 
 _Cache: type[Any] = type(functools.cache(len))
@@ -89,7 +89,7 @@ class OuterVariable:
         return own.get(self.name, MISSING)
 
     def set(self, value: Any) -> None:
-        """Give it a value; MISSING: none."""
+        """Give the variable a value, or remove the variable if the value is MISSING."""
         owner, name, is_gone = self.owner, self.name, value is MISSING
         if self.get() is value:
             return
@@ -160,10 +160,9 @@ def _has_changed(container: Any, state: State) -> bool:
 
 def _is_another(value: Any, before: Any) -> bool:
     """Whether a variable has got another value, and one that is data."""
-    is_atom = isinstance(value, PLAIN)
-    if value is before or (is_atom and type(value) is type(before) and value == before):
+    if same(value, before):
         return False
-    is_data = is_atom or value is MISSING or isinstance(value, _DATA)
+    is_data = value is MISSING or isinstance(value, (*PLAIN, *_DATA))
     return is_data or (_is_users_object(value) and not callable(value))
 
 
