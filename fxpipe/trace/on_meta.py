@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.ir._torch import EXPORTS_FAKES, EXPORTS_MODE
+from fxpipe.ir.few_steps import FewSteps
 from fxpipe.ir.somewhere import Somewhere, seen_on
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import patched
@@ -23,11 +24,10 @@ from fxpipe.trace.patches import patched
 
 @contextmanager
 def exported_somewhere(example: Example) -> Iterator[None]:
-    """Inside the ``with`` block ``torch.export`` traces a model on "meta" as one on the CPU."""
-    if not _is_on_meta(example):
-        yield
-        return
-    with patched(EXPORTS_FAKES, EXPORTS_MODE, lambda _: Somewhere):
+    """Inside the ``with`` block ``torch.export`` traces a model on "meta" as one on the CPU, and
+    any model with fakes that are made in few steps, as the passes make them."""
+    mode = Somewhere if _is_on_meta(example) else FewSteps
+    with patched(EXPORTS_FAKES, EXPORTS_MODE, lambda _: mode):
         yield
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.trace import trace
+from fxpipe.ir._torch import FakeTensorMode
+from fxpipe.trace import on_meta, trace
 from tests.fxpipe.trace.small import BOTH, run, x
 
 
@@ -74,3 +76,29 @@ def test_a_model_that_has_values_may_hold_a_tensor_on_meta_that_says_so() -> Non
     model = Holds()
     traced = trace(model, (x(),), check=False)
     assert torch.equal(run(traced, x()), model(x()))
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).flatten(2).mean(2)
+
+
+def test_an_export_with_fakes_made_in_few_steps_is_the_one_with_those_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exported() -> tuple[str, list[str], str]:
+        args = (torch.randn(4, 3, 9, 8),)
+        traced = trace(Pictures(), args, tracer="export", batch_dims=[0], any_size=True)
+        graph_module = traced.graph_module
+        values = [str(node.meta.get("val")) for node in graph_module.graph.nodes]
+        return graph_module.code, values, str(traced.sizes)
+
+    in_few_steps = exported()
+    monkeypatch.setattr(on_meta, "FewSteps", FakeTensorMode)
+    assert in_few_steps == exported()
