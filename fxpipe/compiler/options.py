@@ -40,6 +40,7 @@ from fxpipe.schedule import (
     schedule_of,
 )
 from fxpipe.trace import CustomTracer
+from fxpipe.trace.outer import THREAD_LOCAL, thread_local_read_by
 from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
 from passes.common import modes
@@ -178,6 +179,8 @@ class Options:
             )
         if self.loss_fn is not None:
             check_call("loss_fn", self.loss_fn, "output", "target")
+            if place := thread_local_read_by(self.loss_fn):
+                raise ValueError(f"loss_fn reads {place}, {THREAD_LOCAL}")
         if self.example_target is not None and self.loss_fn is None:
             raise ValueError(
                 "example_target is given, but no loss_fn: it says what loss_fn will be called with"

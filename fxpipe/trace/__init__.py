@@ -68,6 +68,7 @@ from fxpipe.trace.example import (
     bound_arguments,
     canonical,
 )
+from fxpipe.trace.global_values import refuse_thread_locals
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
 from fxpipe.trace.itself import explain
 from fxpipe.trace.other_sizes import with_proven_sizes
@@ -339,6 +340,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                     references = [*references[:1], *checks.at_more_rows(example), *references[1:]]
                 with phase(name, quiet=True):
                     traced = front_end(example)
+                refuse_thread_locals(traced.graph_module)
                 warning = traced.warning + _of_tensor_hooks(traced)
                 if references:
                     with phase("comparison", quiet=True):

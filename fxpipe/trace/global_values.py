@@ -22,11 +22,13 @@ import argparse
 import copy
 import dis
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -36,14 +38,25 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed
-from fxpipe.trace.outer import Key, classes_of, functions_of, is_users, is_users_class
+from fxpipe.trace.errors import Refused
+from fxpipe.trace.outer import (
+    THREAD_LOCAL,
+    Key,
+    classes_of,
+    functions_of,
+    is_users,
+    is_users_class,
+    thread_local_read_by,
+)
 from fxpipe.trace.snapshots import (
+    MEMORY,
     MISSING,
     content_of,
     difference_of,
@@ -53,9 +66,9 @@ from fxpipe.trace.snapshots import (
     tensors_in,
 )
 
-_PLAIN = (
+_PLAIN: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
-    *(slice, range, np.generic),
+    *(slice, range, np.generic, *MEMORY, SynchronizedBase),
 )
 _OTHERS = {  # what is compared by what it is, and words for another one
     FunctionType | BuiltinFunctionType | partial: "function",
@@ -163,6 +176,16 @@ class GlobalValues:
                 yield place.said, said_of(state)
 
 
+def refuse_thread_locals(gm: fx.GraphModule) -> None:
+    """Raise ``Refused`` if modules or functions of the model's own code that a graph calls, which
+    has not looked into them, read a ``threading.local``: they run in the threads of stages, where
+    it has other values."""
+    for code in reversed(list(_called_as_they_are(gm))):  # what is within a module comes first
+        if place := thread_local_read_by(code):
+            name = getattr(code, "__name__", type(code).__name__)
+            raise Refused(f"{name}, which is called as it is, reads {place}, {THREAD_LOCAL}")
+
+
 def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
     """The modules and functions of the model's own code that a graph calls, which has not looked
     into them."""
@@ -226,6 +249,9 @@ def _name_of(value: Any) -> str:
 def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Variable]:
     """This place, if its value is watched as a whole; else those of its parts that are read."""
     value = place.get()
+    if isinstance(value, ref):
+        what = partial(_referred_to, place.get)
+        place, value = replace(place, get=what, said=f"{place.said}, ()"), what()
     is_whole = _is_watched(value)
     if is_whole:
         yield place
@@ -235,6 +261,12 @@ def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Va
             also = place.also | _keys(value, name)
             part = _Variable(partial(_part, place.get, name), said, place.is_shown, also)
             yield from _places(part, names, depth - 1)
+
+
+def _referred_to(get: Callable[[], Any]) -> Any:
+    """What a weak reference refers to."""
+    value = get()
+    return value() if isinstance(value, ref) else value
 
 
 def _parts(value: Any, names: frozenset[str]) -> Iterable[str | int]:
@@ -304,7 +336,7 @@ def _has_parts(value: Any) -> bool:
         return is_a_users(str(vars(value).get("__file__")), value.__name__)
     if isinstance(value, FunctionType):
         return is_users(value)
-    if isinstance(value, dict | argparse.Namespace | SimpleNamespace):
+    if isinstance(value, dict | argparse.Namespace | SimpleNamespace | threading.local):
         return True
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, nn.Module) or not hasattr(value, "__dict__"):

@@ -32,6 +32,7 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,13 @@ def globals_assigned(code: CodeType) -> frozenset[str]:
     return _stores(code)["STORE_GLOBAL"]
 
 
+THREAD_LOCAL = (
+    "a threading.local, and stages run in threads of their own, where that has other values: use a "
+    "contextvars.ContextVar, whose values stages have, or an attribute"
+)
+"""What to tell the user: it follows words for what code reads (:func:`thread_local_read_by`)."""
+
+
 def functions_of(model: nn.Module, but: Iterable[Any] = ()) -> Iterator[FunctionType]:
     """The functions of the model's own code that its forward calls, as far as they are found by
     names, each once. ``but``: the modules and functions that are not looked into."""
@@ -267,15 +275,38 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     values = [pair for pair in own if callable(pair[1])]
     values += [part for _, value in own if isinstance(value, _BASES) for part in _read_by(value)]
     values += [pair for kind in classes for pair in _called_by_python(kind)]
-    known = {id(value) for _, value in values} | left_out
+    yield from _followed(values, classes, {id(value) for _, value in values} | left_out)
+
+
+def _followed(
+    values: list[_Named], classes: Iterable[type], known: set[int]
+) -> Iterator[list[_Named]]:
+    """These values, what the functions among them read by names, what the functions among that
+    read, and so on. ``classes``: those whose objects may have what is read of any object;
+    ``known``: the ids of the values that are not followed again."""
     names = {"forward"}
     for _ in range(_DEPTH):
-        for kind in classes:  # what a function reads of any object may be one of these
+        for kind in classes:
             values += _new(_of_class(kind, sorted(names & vars(kind).keys())), known)
         yield values
         functions = [f for _, f in values if isinstance(f, FunctionType) and is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
         values = [part for _, value in values for part in _new(_read_by(value), known)]
+
+
+def thread_local_read_by(code: Any) -> str:
+    """What is a ``threading.local`` among the values that a module, a function or a class reads, in
+    words; "" if nothing is, as far as this is found by names."""
+    if isinstance(code, nn.Module):
+        levels = _read(code)
+        for module in code.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, threading.local):
+                    return f"the attribute {name} of {type(module).__name__}"
+    else:
+        levels = _followed([("", code)], (), {id(code)})
+    every = (pair for level in levels for pair in level)
+    return next((name for name, value in every if isinstance(value, threading.local)), "")
 
 
 def _classes(model: nn.Module, but: Sequence[Any] = ()) -> list[type]:

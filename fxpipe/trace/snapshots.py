@@ -9,6 +9,7 @@ the words for it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import operator
@@ -45,6 +46,8 @@ PLAIN = (
     *(type, types.ModuleType),
 )
 _SETTINGS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()  # what settings_of has found
+MEMORY: tuple[type[Any], ...] = bytearray, array, memoryview, *ctypes.c_int.__mro__[-2:-1]
+"""Values that are compared by their bytes. The last kind is the one that all of ctypes is of."""
 _OPAQUE = "torch", "builtins", "functools", "operator"  # callables from there have no parts
 _MANY = 256  # longer containers are compared only if none of their elements can change in place
 _LONG = 10_000  # longer ones, and arrays of NumPy, are taken for data by which no forward branches
@@ -132,7 +135,7 @@ def snapshot(value: Any, depth: int = _DEPTH) -> Any:
     """
     if isinstance(value, np.ndarray) and value.size <= _LONG:
         return type(value), _Elements(value)
-    if isinstance(value, bytearray | array) and len(value) <= _LONG:
+    if isinstance(value, MEMORY) and memoryview(value).nbytes <= 8 * _LONG:
         return type(value), memoryview(value).tobytes()  # in which NaN equals NaN
     if depth and isinstance(value, type) and (settings := settings_of(value)):
         return _Is(value), [(name, snapshot(each, depth - 1)) for name, each in settings]
@@ -182,6 +185,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         return [(name, each) for name, cell in cells for each in content_of(cell)]
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__)]
+    if isinstance(value, weakref.ref):
+        return [("()", value())]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -33,7 +36,7 @@ class Config:
     power = 1
 
     def __init__(self) -> None:
-        self.bias = 0.5
+        self.bias, self.scale = 0.5, 2.0
 
 
 CONFIG = Config()
@@ -57,7 +60,11 @@ def as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "OF_A_CLASS", Derived())
     monkeypatch.setitem(globals(), "STATISTICS", torch.tensor([2.0, 1.0]))
     monkeypatch.setitem(globals(), "FACTORS", np.array([2.0, 1.0], np.float32))
-    monkeypatch.setitem(globals(), "OBJECTS", [SimpleNamespace(scale=2.0)])
+    monkeypatch.setitem(globals(), "OBJECTS", [Config()])
+    monkeypatch.setitem(globals(), "REFERENCE", weakref.ref(OBJECTS[0]))
+    monkeypatch.setitem(globals(), "SHARED", multiprocessing.Value("d", 2.0))
+    monkeypatch.setitem(globals(), "OF_A_THREAD", threading.local())
+    OF_A_THREAD.scale = 2.0
     monkeypatch.setenv("OF_THIS_TEST", "")  # so that it is put back
     monkeypatch.delenv("OF_THIS_TEST")
 
@@ -201,7 +208,10 @@ class Settings:
 
 STATISTICS = torch.tensor([2.0, 1.0])
 FACTORS = np.array([2.0, 1.0], np.float32)
-OBJECTS = [SimpleNamespace(scale=2.0)]
+OBJECTS = [Config()]
+REFERENCE = weakref.ref(OBJECTS[0])
+SHARED = multiprocessing.Value("d", 2.0)
+OF_A_THREAD = threading.local()
 
 
 def by_settings_in_a_class_without_methods() -> tuple[nn.Module, Callable[[], None]]:
@@ -304,9 +314,36 @@ def by_an_environment_variable() -> tuple[nn.Module, Callable[[], None]]:
     return Net(), change
 
 
+def by_a_weak_reference() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * REFERENCE().scale)
+
+    return Net(), lambda: setattr(OBJECTS[0], "scale", 5.0)
+
+
+def by_what_is_shared_among_processes() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * SHARED.value)
+
+    return Net(), lambda: setattr(SHARED, "value", 5.0)
+
+
+def by_a_variable_of_each_thread() -> tuple[nn.Module, Callable[[], None]]:
+    class Net(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * OF_A_THREAD.scale)
+
+    return Net(), lambda: setattr(OF_A_THREAD, "scale", 5.0)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        (by_a_weak_reference, r"REFERENCE of .*, \(\), 'scale': 2.0 → 5.0"),
+        (by_what_is_shared_among_processes, "SHARED of .*"),
+        (by_a_variable_of_each_thread, "OF_A_THREAD of .*, 'scale': 2.0 → 5.0"),
         (by_settings_in_a_class_without_methods, "Settings of .*, 'scale': 2.0 → 5.0"),
         (by_what_an_object_has_of_its_class, "OF_A_CLASS of .*, 'scale': 2.0 → 5.0"),
         (by_what_an_object_had_of_its_class, "OF_A_CLASS of .*, 'scale': 2.0 → 5.0"),
@@ -533,3 +570,47 @@ def test_what_runs_in_every_call_reads_them_itself(
         change()
         assert torch.equal(pipe(X), of_the_loop(model))
         assert len(pipe.compilations) == 1
+
+
+class ByThread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * getattr(OF_A_THREAD, "scale", 1.0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class KeptWhole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x
+        return x * getattr(OF_A_THREAD, "scale", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("scaled", "tracer"), [(ByThread.apply, "symbolic"), (KeptWhole(), "export")]
+)
+def test_what_runs_in_threads_of_stages_has_no_variables_of_the_callers_thread(
+    scaled: Any, tracer: str
+) -> None:
+    class Net(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = scaled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.scaled(self.first(x)))
+
+    words = "reads the global variable OF_A_THREAD of .*, a threading.local, and stages run in"
+    with pytest.raises(fxpipe.TraceError, match=words):
+        fxpipe.compile(Net(), ["cpu"] * 2, chunks=CHUNKS, tracer=tracer)(X)
+
+
+def test_a_loss_has_no_variables_of_the_callers_thread() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * getattr(OF_A_THREAD, "scale", 1.0)
+
+    with pytest.raises(ValueError, match="loss_fn reads the global variable OF_A_THREAD of "):
+        fxpipe.compile(Two(), ["cpu"] * 2, chunks=CHUNKS, loss_fn=loss)

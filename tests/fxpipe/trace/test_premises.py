@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import array
 import copy
+import ctypes
 import functools
+import multiprocessing
 import types
 import warnings
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
@@ -261,6 +264,41 @@ def test_a_change_deep_in_a_configuration_is_seen(make, owner):
         owner(model.config).scale = 3.0
         assert pipe.guards.failure(X).endswith("scale: 1.0 → 3.0")
         torch.testing.assert_close(pipe(X), model(X))
+
+
+class Trainer:
+    scale = 1.0
+
+
+TRAINER = Trainer()
+
+
+@pytest.mark.parametrize(
+    ("kept", "read", "change"),
+    [
+        (weakref.ref(TRAINER), lambda kept: kept().scale, lambda: setattr(TRAINER, "scale", 3.0)),
+        *(
+            (each, lambda kept: kept.value, functools.partial(setattr, each, "value", 3.0))
+            for each in (ctypes.c_double(1.0), multiprocessing.Value("d", 1.0))
+        ),
+    ],
+    ids=["a weak reference", "of ctypes", "shared among processes"],
+)
+def test_what_is_read_through_an_object_of_pythons_library_is_seen_to_change(kept, read, change):
+    class Net(MLP):
+        def __init__(self):
+            super().__init__()
+            self.kept = kept
+
+        def forward(self, x):
+            return super().forward(x) * read(self.kept)
+
+    model = Net()
+    with compiled(model) as pipe:
+        assert same(pipe(X), torch.cat(outputs_of_loop(model, (X,), 2)))
+        change()
+        assert same(pipe(X), torch.cat(outputs_of_loop(model, (X,), 2)))
+        assert len(pipe.compilations) == 2
 
 
 class ByAnArray(nn.Module):
