@@ -17,17 +17,13 @@ from torch import Tensor
 from fxpipe.ir._torch import FakeTensorMode
 
 
-class FewSteps(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake tensor mode that makes some results at once, which are those of PyTorch's."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        instead = _INSTEAD.get(func)
-        if instead is not None:
-            with self:
-                found = instead(*args, **(kwargs or {}))
-            if found is not None:
-                return found
-        return super().__torch_dispatch__(func, types, args, kwargs)
+def made_at_once(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The results of an operator as fakes of this mode; None where PyTorch has to make them."""
+    instead = _INSTEAD.get(func)
+    if instead is None:
+        return None
+    with mode:
+        return instead(*args, **(kwargs or {}))
 
 
 def _relu(input: Tensor) -> Tensor | None:

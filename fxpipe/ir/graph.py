@@ -41,6 +41,7 @@ BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that 
 SHARED = "shared"  #: True at a node that hands a parameter to all stages that use it
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it
 AGAIN = "again"  #: tuple[str, ...]: the buffers that it writes to once more in its backward
+HANDED = "handed"  #: tuple[int, ...]: numbers of objects that it hands to, or gets from, others
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
 #: tuple[str, ...]: the paths of the parameters and buffers whose memory this node writes to

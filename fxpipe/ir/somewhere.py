@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir._torch import TensorDescriber
-from fxpipe.ir.few_steps import FewSteps
+from fxpipe.ir._torch import FakeTensorMode, TensorDescriber
+from fxpipe.ir.few_steps import made_at_once
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def seen_on(device: torch.device) -> torch.device:
     return CPU if device.type == "meta" else device
 
 
-class Somewhere(FewSteps):  # type: ignore[no-untyped-call]
+class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake tensor mode in which a tensor on "meta" gets a fake that says it is on the CPU.
 
     This matters for operators, too: "meta" lacks kernels that real devices have (attention that
@@ -49,6 +49,8 @@ class Somewhere(FewSteps):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None:
             kwargs = {**kwargs, "device": seen_on(device)}
+        if (made := made_at_once(self, func, args, kwargs)) is not None:
+            return made
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

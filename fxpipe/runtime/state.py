@@ -34,7 +34,7 @@ class State:
     """A record of modules' attributes, and of the contents of their containers, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._attributes = [(m, _own(m)) for m in modules]
+        self._attributes = [(m, attributes_of(m)) for m in modules]
         self._counts = {id(m): len(vars(m)) for m, _ in self._attributes}
         self._contents: dict[int, tuple[Any, Any]] = {}  # by ids: containers, and copies
         self.met: list[nn.Module | nn.Parameter] = []
@@ -52,7 +52,7 @@ class State:
             return
         if isinstance(value, nn.Module | nn.Parameter):
             self.met.append(value)
-        contents = _contents(value)
+        contents = contents_of(value)
         if contents is None:
             return
         self._contents[id(value)] = value, contents
@@ -68,7 +68,7 @@ class State:
         for module, before in self._attributes:
             if self._is_as_it_was(module, before):
                 continue
-            now = _own(module)
+            now = attributes_of(module)
             found += [
                 (module, name)
                 for name in {**before, **now}
@@ -95,7 +95,7 @@ class State:
         if isinstance(value, PLAIN) or not depth or id(value) not in self._contents:
             return False
         _, before = self._contents[id(value)]
-        now = _contents(value)
+        now = contents_of(value)
         if isinstance(before, set | frozenset):
             return bool(now != before)
         parts = before.values() if isinstance(before, dict) else before
@@ -114,6 +114,11 @@ class State:
     def differs(self, value: Any) -> bool:
         """Whether a container that has been recorded has other contents than it had."""
         return self._differs(value, DEPTH)
+
+    @property
+    def recorded(self) -> list[Any]:
+        """The containers and objects whose contents have been recorded."""
+        return [value for value, _ in self._contents.values()]
 
     def has_tensors(self) -> bool:
         """Whether there are tensors among the attributes, or in them."""
@@ -146,13 +151,13 @@ class State:
             now.put_back()
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that its class or its user has added to those that every
     ``nn.Module`` has."""
     return {name: value for name, value in vars(module).items() if name not in OF_MODULES}
 
 
-def _contents(value: Any) -> Any:
+def contents_of(value: Any) -> Any:
     """A copy of what is in a container or an object; None if it is neither."""
     if isinstance(value, Tensor | nn.Module | ModuleType) or callable(value):
         return None

@@ -33,6 +33,7 @@ the random number generators as they were.
     repeated, operators  layers that repeat are exported once
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into
+    handed               what parts of a graph hand to each other through Python objects
     containers           notices lists that a call changes although its graph does not see it
     errors               messages for models that no front end can trace
 
@@ -58,7 +59,7 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, all_parts, leaves
 from fxpipe.ir.tensors import tensors_of
-from fxpipe.trace import checks, export, layouts, outside, recorders, state, symbolic
+from fxpipe.trace import checks, export, handed, layouts, outside, recorders, state, symbolic
 from fxpipe.trace.attributes import attributes_refused
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
@@ -288,6 +289,7 @@ def traced_before(
                 checks.compare(example, [reference], traced, tolerance)
             except Refused as error:
                 raise TraceError(str(error)) from error
+            handed.note(example, reference.tensors, traced)
         return traced
 
 
@@ -355,6 +357,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
             traced.tried = tuple(reasons)
             if references:
                 state.tell(example, references[0], changed, traced.graph_module)
+                handed.note(example, references[-1].tensors, traced)
             warn_of_what_is_gone(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything

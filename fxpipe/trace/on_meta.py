@@ -8,15 +8,15 @@ module that is run to see what it gives runs on "meta", where there is nothing t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.ir._torch import EXPORTS_FAKES, EXPORTS_MODE
-from fxpipe.ir.few_steps import FewSteps
+from fxpipe.ir._torch import EXPORTS_FAKES, EXPORTS_MODE, FakeTensorMode
+from fxpipe.ir.few_steps import made_at_once
 from fxpipe.ir.somewhere import Somewhere, seen_on
 from fxpipe.trace.example import Example
 from fxpipe.trace.patches import patched
@@ -25,10 +25,24 @@ from fxpipe.trace.patches import patched
 @contextmanager
 def exported_somewhere(example: Example) -> Iterator[None]:
     """Inside the ``with`` block ``torch.export`` traces a model on "meta" as one on the CPU, and
-    any model with fakes that are made in few steps, as the passes make them."""
-    mode = Somewhere if _is_on_meta(example) else FewSteps
-    with patched(EXPORTS_FAKES, EXPORTS_MODE, lambda _: mode):
+    makes some fakes in few steps, as the passes do (:mod:`fxpipe.ir.few_steps`)."""
+    with (
+        patched(EXPORTS_FAKES, EXPORTS_MODE, lambda _: Somewhere)
+        if _is_on_meta(example)
+        # A class of its own would not know the operators that call functions, such as torch.cond.
+        else patched(FakeTensorMode, "__torch_dispatch__", _in_few_steps)
+    ):
         yield
+
+
+def _in_few_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(
+        mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = made_at_once(mode, func, args, kwargs)
+        return original(mode, func, types, args, kwargs) if made is None else made
+
+    return dispatch
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Outside:
     def __init__(self, model: nn.Module) -> None:
         found = _FOUND.get(model)
         if found is None:
-            found = _FOUND[model] = list(_kept(model)), list(_assigned(model))
+            found = _FOUND[model] = list(_kept(model)), list(assigned_by(model))
         kept, variables = found
         self._variables = [(variable, variable.get()) for variable in variables]
         self._noted = ASSIGNED.setdefault(model, set())
@@ -181,20 +181,21 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
     """The caches, and the containers, modules and parameters in global variables, classes, closures
     and defaults, that the code of a model's forward reads, as far as they are found by names."""
     kinds = nn.Module, nn.Parameter
-    for name, value in (pair for values in _read(model) for pair in values):
+    for name, value in read_by(model):
         if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
             yield name, value
 
 
-def _assigned(model: nn.Module) -> Iterable[OuterVariable]:
-    """The variables that the code of a model's forward assigns to, as far as they are found by
-    names."""
-    values = [value for level in _read(model) for _, value in level]
+def assigned_by(code: Any) -> Iterable[OuterVariable]:
+    """The variables that a model's forward, a function or a class assigns to, as far as they are
+    found by names."""
+    values = [value for _, value in read_by(code)]
     functions = [each for each in values if isinstance(each, FunctionType) and is_users(each)]
-    found = [variable for each in functions for variable in _assigned_by(each)]
+    found = [variable for each in functions for variable in _assigned_in(each)]
     names = {name for each in functions for name in _stores(each.__code__)["STORE_ATTR"]}
     read = [each for each in values if isinstance(each, type) and is_users_class(each)]
-    for kind in dict.fromkeys([*_classes(model), *read]) if names else ():
+    own = _classes(code) if isinstance(code, nn.Module) else []
+    for kind in dict.fromkeys([*own, *read]) if names else ():
         for name in sorted(names):
             value = inspect.getattr_static(kind, name, MISSING)
             if value is not MISSING and not hasattr(value, "__get__"):  # of a method or a property
@@ -203,7 +204,7 @@ def _assigned(model: nn.Module) -> Iterable[OuterVariable]:
     return {variable.key: variable for variable in found}.values()
 
 
-def _assigned_by(function: FunctionType) -> Iterator[OuterVariable]:
+def _assigned_in(function: FunctionType) -> Iterator[OuterVariable]:
     """The global variables, and those of functions around, that a function assigns to."""
     code, scope = function.__code__, function.__globals__
     stores = _stores(code)
@@ -294,18 +295,38 @@ def _followed(
         values = [part for _, value in values for part in _new(_read_by(value), known)]
 
 
+def read_by(code: Any) -> Iterator[_Named]:
+    """What a model's forward, a function or a class reads by names, what the functions among this
+    read, and so on."""
+    is_module = isinstance(code, nn.Module)
+    levels = _read(code) if is_module else _followed([("", code)], (), {id(code)})
+    return (pair for level in levels for pair in level)
+
+
+def runs_users_code(code: Any) -> bool:
+    """Whether a function or a class is, or leads to, functions of the model's own code."""
+    if not isinstance(code, FunctionType | MethodType | functools.partial | type):
+        return False
+    return any(isinstance(f, FunctionType) and is_users(f) for _, f in read_by(code))
+
+
+def names_in(code: Any) -> frozenset[str]:
+    """The names of variables and attributes in the code of the functions that a model's forward, a
+    function or a class leads to."""
+    codes = [f.__code__ for _, f in read_by(code) if isinstance(f, FunctionType) and is_users(f)]
+    return frozenset(name for each in codes for name in (*_names(each), *each.co_freevars))
+
+
 def thread_local_read_by(code: Any) -> str:
     """What is a ``threading.local`` among the values that a module, a function or a class reads, in
     words; "" if nothing is, as far as this is found by names."""
-    if isinstance(code, nn.Module):
-        levels = _read(code)
-        for module in code.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, threading.local):
-                    return f"the attribute {name} of {type(module).__name__}"
-    else:
-        levels = _followed([("", code)], (), {id(code)})
-    every = (pair for level in levels for pair in level)
+    modules = code.modules() if isinstance(code, nn.Module) else ()
+    own = [
+        (f"the attribute {name} of {type(module).__name__}", value)
+        for module in modules
+        for name, value in vars(module).items()
+    ]
+    every = (*own, *read_by(code))
     return next((name for name, value in every if isinstance(value, threading.local)), "")
 
 

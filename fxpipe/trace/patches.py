@@ -29,7 +29,8 @@ The table has the attribute that is patched, the function that patches it, and t
     ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
     TracerBase.create_node              lines_of_the_m... to name the model's lines of a node
     torch._C._select_conv_backend       any_kernel        to note no conditions of that choice
-    torch.export's FakeTensorMode       exported_somew... to trace "meta" as the CPU, in few steps
+    torch.export's FakeTensorMode       exported_somew... to trace what is on "meta" as on the CPU
+    FakeTensorMode.__torch_dispatch__   exported_somew... to make some fakes in few steps
     MetaTensorDescriber.describe_tensor as_on_one_device  to have all fakes on one device
     autograd.Function.apply             as_on_one_device  to bring its tensors to one device
     jit.ScriptFunction.__call__         as_on_one_device  the same for functions in TorchScript

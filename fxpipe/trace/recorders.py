@@ -106,7 +106,7 @@ def _output(
     model = example.model
     referred = State(())
     for _, _, hook in _forward_hooks(model):
-        referred.look_into(_refers_to(hook))
+        referred.look_into(refers_to(hook))
     before = RECORDING.get(model)
     RECORDING[model] = kinds
     try:
@@ -142,7 +142,7 @@ def _silenced(hook: Callable[..., Any]) -> Callable[..., None]:
     return silenced
 
 
-def _refers_to(hook: Any) -> list[Any]:
+def refers_to(hook: Any) -> list[Any]:
     """The objects that a hook may write to: those of its closure, its default arguments, and the
     object whose method it is."""
     function = getattr(hook, "__func__", hook)

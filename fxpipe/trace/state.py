@@ -159,7 +159,7 @@ def refuse_assigned_variables(example: Example, reference: Reference) -> None:
     later: list[list[Any]] = []
     with untouched(model), torch.no_grad(), parameters_put_back(model):
         for row in _ROWS:
-            example.call(_rows_alike(example, reference.tensors, row))
+            example.call(rows_alike(example, reference.tensors, row))
             later.append([each.get() for each in variables])
     counted = [
         (each, number)
@@ -259,7 +259,7 @@ def _later_states(
                 parameters_put_back(example.model),
                 Derived(example.trained.values()) as derived,
             ):
-                example.call(_rows_alike(example, tensors, row))
+                example.call(rows_alike(example, tensors, row))
             lasting = before.changed()
             if not later:
                 of_parameters = [u for u in changed if any(map(derived.has, _tensors_in(*u)))]
@@ -277,7 +277,7 @@ def _tensors_in(module: nn.Module, name: str) -> list[Tensor]:
     return [part for _, part in leaves(vars(module).get(name)) if isinstance(part, Tensor)]
 
 
-def _rows_alike(example: Example, tensors: Sequence[Tensor], row: int) -> list[Tensor]:
+def rows_alike(example: Example, tensors: Sequence[Tensor], row: int) -> list[Tensor]:
     """Inputs of which every row is this one of the example."""
     return [
         tensor.clone() if dim is None else tensor.narrow(dim, row, 1).expand_as(tensor).clone()

@@ -236,7 +236,8 @@ def posed(
         raise PartitionError(
             f"{target.stages} stages asked for, but the model can be cut into {found.dag.size}, no "
             f"more: it has {len(work)} node{'s' * (len(work) != 1)}, of which those that share "
-            f"written memory, or are parts of one result, stay together; {heaviest(graph)}; give "
+            "written memory or a Python object that they change, or are parts of one result, stay "
+            f"together; {heaviest(graph)}; give "
             + ("1 device" if found.dag.size == 1 else f"{found.dag.size} devices, or fewer")
             + "; a schedule with several stages on each device, such as zbv, needs more of them"
         )

@@ -160,7 +160,8 @@ def _check(work: list[fx.Node], labels: dict[fx.Node, int]) -> None:
             one, other = group[0], next(n for n in group if labels[n] != labels[group[0]])
             raise PartitionError(
                 f"{one.name!r} (stage {labels[one]}) and {other.name!r} (stage {labels[other]}) "
-                "share memory that is written to (a buffer, say), or are parts of one result: "
+                "share memory that is written to (a buffer, say), hand something to each other "
+                "through a Python object, or are parts of one result: "
                 "put them into one stage"
             )
 

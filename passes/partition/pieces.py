@@ -22,7 +22,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import wrap_with_set_grad_enabled
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import ALIAS, COST, WHOLE, attribute, stage_nodes
+from fxpipe.ir.graph import ALIAS, COST, HANDED, WHOLE, attribute, stage_nodes
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.log import warn
 from fxpipe.ir.printing import operator_name
@@ -67,6 +67,12 @@ class Piece:
         """Why the piece cannot be cut, and what would help."""
         node = self.largest
         module = _module(node)
+        if any(HANDED in each.meta for each in self.nodes) and len(self.nodes) > 1:
+            return (
+                "they hand something to each other through a Python object, of which each "
+                "micro-batch needs its own",
+                "let a module return it, and give it to the other one as an argument",
+            )
         if ALIAS in node.meta and len(self.nodes) > 1:
             return (
                 "they share memory that is written to",

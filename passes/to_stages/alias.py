@@ -27,6 +27,9 @@ that uses it has to stay in one stage, where one micro-batch comes after the oth
 
     y = batch_norm(x, mean, variance)       writes to mean
     z = y - mean                            reads it: in the same stage
+
+The same holds for nodes that hand something to each other through a Python object, which a front
+end has found out (:mod:`fxpipe.trace.handed`).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.graph import (
     AGAIN,
     ALIAS,
+    HANDED,
     NO_BACKWARD,
     ON_THE_HOST,
     ONCE,
@@ -108,6 +112,7 @@ class Alias:
             groups.append(_inseparable(writer, passing, position))
         rewritten = set().union(*seen.written.values())
         groups += [seen.users_of(memory) for memory in seen.state if memory in rewritten]
+        groups += _handing_over(gm.graph)
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
                 node.meta[ALIAS] = number
@@ -327,6 +332,15 @@ def _inseparable(
         return set()
     early = {u for node in before for u in node.users if position[u] <= position[writer]}
     return early | {node for node in before if node.op != "placeholder"} | {writer}
+
+
+def _handing_over(graph: fx.Graph) -> Iterable[set[fx.Node]]:
+    """Groups of nodes that hand something to each other through one Python object."""
+    found: dict[int, set[fx.Node]] = {}
+    for node in graph.nodes:
+        for number in node.meta.get(HANDED, ()):
+            found.setdefault(number, set()).add(node)
+    return found.values()
 
 
 def _disjoint(groups: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:

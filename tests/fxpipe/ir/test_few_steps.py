@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.ir._torch import FakeTensorMode
-from fxpipe.ir.few_steps import FewSteps
+from fxpipe.ir.somewhere import Somewhere
 from fxpipe.ir.tensors import memory_of
 
 CASES = list(
@@ -36,13 +36,13 @@ def test_results_of_a_batch_norm_are_like_those_that_pytorch_makes_of_many_opera
         for statistics in torch.float32, case[0], None:
             for operator in torch.native_batch_norm, torch._native_batch_norm_legit:
                 expected = _batch_norm(FakeTensorMode(), operator, statistics, *case)
-                found = _batch_norm(FewSteps(), operator, statistics, *case)
+                found = _batch_norm(Somewhere(), operator, statistics, *case)
                 assert found == expected, (operator, statistics, case)
 
 
 def test_a_batch_norm_that_pytorch_refuses_is_refused():
     for channels in (5, 4, 4, 4), (4, 5, 4, 4), (4, 4, 5, 4), (4, 4, 4, 5):
-        for mode in FakeTensorMode(), FewSteps():
+        for mode in FakeTensorMode(), Somewhere():
             with mode:
                 own = [torch.empty(each) for each in channels]
                 with pytest.raises(RuntimeError):
@@ -72,7 +72,7 @@ def test_gradients_of_a_batch_norm_are_like_those_that_pytorch_makes_of_many_ope
     for dtype, has_weights, training, shape, layout in CASES:
         case = dtype, has_weights, training, shape, layout
         expected = _gradients_of_batch_norm(FakeTensorMode(), *case)
-        assert _gradients_of_batch_norm(FewSteps(), *case) == expected, case
+        assert _gradients_of_batch_norm(Somewhere(), *case) == expected, case
 
 
 def _gradients_of_batch_norm(mode, dtype, has_weights, training, shape, layout):
@@ -106,7 +106,7 @@ def _about(t):
 def test_the_result_of_a_relu_is_like_the_one_that_pytorch_makes():
     layouts = "contiguous", "channels last", "transposed", "with gaps", "sparse"
     for dtype, layout in product((torch.float32, torch.bfloat16, torch.int64), layouts):
-        expected, found = (_relu(mode, dtype, layout) for mode in (FakeTensorMode(), FewSteps()))
+        expected, found = (_relu(mode, dtype, layout) for mode in (FakeTensorMode(), Somewhere()))
         assert found == expected, (dtype, layout)
 
 

@@ -1,0 +1,264 @@
+"""What parts of a graph hand to each other through Python objects, and not as values of the graph.
+
+::
+
+    def enter(self, x):                        stage 0    enter(rows 0)   enter(rows 1)
+        self.side["h"] = x                     stage 1                    leave(rows 0)
+        return x                                                          finds what enter has left
+    def leave(self, y):                                                   of rows 1
+        return y + self.side["h"]
+
+Modules that are kept whole, functions that are called as they are, and hooks are code of the user's
+that runs in the pipeline. Stages run at the same time, and so may find in a shared object what an
+earlier stage has left there of a later micro-batch. So the graph is run node by node, as if each
+node were a stage of its own: each node takes all samples, and then the next one does. Where this
+gives another result than one sample after the other, the nodes that reach what one of them changes
+have to stay in one stage, in which one micro-batch comes after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.graph import HANDED, mutable
+from fxpipe.ir.hooks import hooks_of, is_torchs
+from fxpipe.runtime.state import State, attributes_of, contents_of, same
+from fxpipe.runtime.writes import writes_counted
+from fxpipe.trace import checks
+from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.outer import OuterVariable, assigned_by, names_in, read_by, runs_users_code
+from fxpipe.trace.recorders import refers_to
+from fxpipe.trace.state import rows_alike
+from fxpipe.trace.uneven import uneven
+
+_ROWS = 0, -1  # the rows of which the samples consist
+
+
+def note(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
+    """Mark nodes of a graph that hand something to each other through Python objects, by
+    ``meta["handed"]``: nodes with a number in common have to stay in one stage. What they change is
+    noted as ``traced.left``.
+
+    Args:
+        tensors: inputs that the model takes.
+    """
+    gm = traced.graph_module
+    pieces = {node: piece for node in gm.graph.nodes if (piece := _called(gm, node)) is not None}
+    if not pieces:
+        return
+    with _as_it_runs(example.model):
+        with _put_back(pieces.values()):
+            changed = _Stepwise(gm, pieces).changed_by(rows_alike(example, tensors, 0))
+        traced.left = changed
+        groups = [
+            nodes
+            for thing in changed
+            if len(nodes := [node for node, piece in pieces.items() if piece.reaches(thing)]) > 1
+        ]
+        if not groups or _is_alike_in_any_order(example, tensors, gm, pieces):
+            return
+    for number, nodes in enumerate(groups):
+        for node in nodes:
+            node.meta[HANDED] = (*node.meta.get(HANDED, ()), number)
+
+
+@dataclass(frozen=True)
+class _Called:
+    """The user's code that a node runs: modules and their hooks, or a function."""
+
+    modules: Sequence[nn.Module]
+    functions: Sequence[Any]
+
+    @cached_property
+    def state(self) -> State:
+        """A record of all containers and objects that the code reaches, and of the attributes of
+        the modules."""
+        state = State(self.modules)
+        for each in self.functions:
+            for value in refers_to(each):
+                state.look_into(value)
+        for code in (*self.modules, *self.functions):
+            for _, value in read_by(code):
+                state.look_into(value)
+        return state
+
+    @cached_property
+    def things(self) -> list[Any]:
+        """What the code may change."""
+        codes = (*self.modules, *self.functions)
+        variables = (variable for code in codes for variable in assigned_by(code))
+        return [*self.modules, *self.state.recorded, *variables]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset[str]().union(*map(names_in, (*self.modules, *self.functions)))
+
+    @cached_property
+    def _keys(self) -> frozenset[Hashable]:
+        return frozenset(map(_key, self.things))
+
+    def reaches(self, thing: Any) -> bool:
+        """Whether the code may read, or change, what another piece has changed."""
+        is_variable = isinstance(thing, OuterVariable)
+        return _key(thing) in self._keys or (is_variable and thing.name in self._names)
+
+
+def _called(gm: fx.GraphModule, node: fx.Node) -> _Called | None:
+    """The user's code that a node runs; None if it runs none."""
+    if node.op == "call_module":
+        modules = list(gm.get_submodule(str(node.target)).modules())
+        own = [
+            m for m in modules if type(m).__module__.partition(".")[0] not in ("torch", "fxpipe")
+        ]
+        hooks = [
+            hook
+            for module in modules
+            for table in (module._forward_pre_hooks, module._forward_hooks)
+            for hook in table.values()
+            if not is_torchs(hook)
+        ]
+        return _Called(own, hooks) if own or hooks else None
+    if node.op == "call_function":
+        code = getattr(node.target, "function", node.target)  # a class, if an autograd.Function
+        return _Called((), (code,)) if runs_users_code(code) else None
+    return None
+
+
+@contextmanager
+def _as_it_runs(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block the model runs with its hooks, as in a pipeline, and is put back at
+    its end."""
+    hooks = [(table, dict(table)) for module in model.modules() for table in hooks_of(module)]
+    with untouched(model), parameters_put_back(model), torch.enable_grad():
+        for table, own in hooks:
+            table.clear()
+            table.update(own)
+        yield
+
+
+@contextmanager
+def _put_back(pieces: Iterable[_Called]) -> Iterator[None]:
+    """At the end of the ``with`` block everything that these pieces may change is as it was."""
+    things = [thing for piece in pieces for thing in piece.things]
+    variables = [(each, each.get()) for each in things if isinstance(each, OuterVariable)]
+    try:
+        yield
+    finally:
+        for piece in pieces:
+            piece.state.put_back()
+        for variable, before in variables:
+            variable.set(before)
+
+
+def _key(thing: Any) -> Hashable:
+    return thing.key if isinstance(thing, OuterVariable) else id(thing)
+
+
+def _contents(thing: Any) -> list[tuple[Any, Any, int]]:
+    """What is in a thing: keys or places, values, and how often these, if tensors, were written."""
+    if isinstance(thing, OuterVariable):
+        pairs: Any = [("", thing.get())]
+    elif isinstance(thing, nn.Module):
+        pairs = attributes_of(thing).items()
+    else:
+        inside = contents_of(thing)
+        pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
+    return [(k, v, writes_counted(v) if isinstance(v, Tensor) else 0) for k, v in pairs]
+
+
+def _are_same(before: list[tuple[Any, Any, int]], now: list[tuple[Any, Any, int]]) -> bool:
+    return len(before) == len(now) and all(
+        same(a[0], b[0]) and same(a[1], b[1]) and a[2] == b[2]
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+class _Stepwise(fx.Interpreter):
+    """Runs a graph node by node, with random numbers that depend on the node only."""
+
+    def __init__(self, gm: fx.GraphModule, pieces: dict[fx.Node, _Called]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.pieces = pieces
+        self.numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Give the graph its inputs."""
+        self.env, self.args_iter = {}, iter([tensor.clone() for tensor in tensors])
+
+    def step(self, node: fx.Node) -> Any:
+        """Run one node, and return what it gives."""
+        torch.manual_seed(self.numbers[node])
+        self.env[node] = self.run_node(node)
+        return self.env[node]
+
+    def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[Any, Any]:
+        """The arguments of a node, with lists and dicts that its function may write to."""
+        args, kwargs = super().fetch_args_kwargs_from_env(node)
+        return mutable(args), mutable(dict(kwargs))
+
+    def changed_by(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The objects, modules and variables that pieces change in a run on these inputs."""
+        self.start(tensors)
+        changed: dict[Hashable, Any] = {}
+        for node in self.numbers:
+            things = self.pieces[node].things if node in self.pieces else []
+            before = [_contents(thing) for thing in things]
+            self.step(node)
+            for thing, contents in zip(things, before, strict=True):
+                if not _are_same(contents, _contents(thing)):
+                    changed[_key(thing)] = thing
+        return list(changed.values())
+
+
+def _is_alike_in_any_order(
+    example: Example, tensors: Sequence[Tensor], gm: fx.GraphModule, pieces: dict[fx.Node, _Called]
+) -> bool:
+    """Whether several samples give the same one after the other, and node by node."""
+    samples = [*(rows_alike(example, tensors, row) for row in _ROWS), uneven(tensors)]
+
+    def sequentially(runs: list[_Stepwise]) -> None:
+        for run in runs:
+            for node in run.numbers:
+                run.step(node)
+
+    def node_by_node(runs: list[_Stepwise]) -> None:
+        for node in runs[0].numbers:
+            for run in runs:
+                run.step(node)
+
+    for some in (samples, samples[:-1]):  # the model may not take the last one
+        expected = _outputs(example, some, gm, pieces, sequentially)
+        if expected is not None:
+            found = _outputs(example, some, gm, pieces, node_by_node)
+            return found is not None and not checks.difference(expected, found, 0.0)
+    return False
+
+
+def _outputs(
+    example: Example,
+    samples: list[list[Tensor]],
+    gm: fx.GraphModule,
+    pieces: dict[fx.Node, _Called],
+    order: Callable[[list[_Stepwise]], None],
+) -> list[Any] | None:
+    """What the graph gives for each of the samples in this order; None if it raises an error."""
+    runs = [_Stepwise(gm, pieces) for _ in samples]
+    for run, sample in zip(runs, samples, strict=True):
+        run.start(sample)
+    with _put_back(pieces.values()):
+        try:
+            order(runs)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return None
+        return [run.env[gm.graph.output_node()] for run in runs]

@@ -1,0 +1,170 @@
+"""Parts of a model that hand something to each other through a Python object run in one stage: in
+another one, they would find there what is of a later micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir.graph import HANDED
+from fxpipe.trace import trace
+from tests.zoo import outputs_of_loop
+
+CHUNKS = 4
+TWO = ["cpu"] * 2
+LAST: Tensor | None = None
+
+
+def x() -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def layers(count: int) -> list[nn.Module]:
+    return [part for _ in range(count) for part in (nn.Linear(6, 6), nn.Tanh())]
+
+
+class Enter(nn.Module):
+    def __init__(self, side: dict[str, Any]) -> None:
+        super().__init__()
+        self.side = side
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 100).any()):  # so that it is kept whole
+            return x
+        self.side["h"] = x
+        return x + 1
+
+
+class Leave(Enter):
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 100).any()):
+            return x
+        return x + self.side["h"]
+
+
+class Push(Enter):
+    def forward(self, x: Tensor) -> Tensor:
+        self.side.setdefault("stack", []).append(x)
+        return x + 1
+
+
+class Pop(Enter):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.side["stack"].pop()
+
+
+class SetsGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST
+        if bool((x > 100).any()):
+            return x
+        LAST = x
+        return x + 1
+
+
+class ReadsGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 100).any()):
+            return x
+        return x if LAST is None else x + LAST
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.calls / 10)
+
+
+def by_a_dict() -> nn.Module:
+    side: dict[str, Any] = {}
+    return nn.Sequential(Enter(side), *layers(1), Leave(side), *layers(4))
+
+
+def by_a_stack() -> nn.Module:
+    side: dict[str, Any] = {}
+    return nn.Sequential(Push(side), *layers(1), Pop(side), *layers(4))
+
+
+def by_a_global_variable() -> nn.Module:
+    return nn.Sequential(SetsGlobal(), *layers(1), ReadsGlobal(), *layers(4))
+
+
+def by_a_module_that_is_called_twice() -> nn.Module:
+    counter = Counter()
+    return nn.Sequential(counter, *layers(1), counter, *layers(4))
+
+
+def by_hooks() -> nn.Module:
+    model, kept = nn.Sequential(*layers(6)), dict[str, Tensor]()
+    model[0].register_forward_hook(lambda module, args, output: kept.update(h=output))
+    model[2].register_forward_hook(lambda module, args, output: output + kept["h"])
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [by_a_dict, by_a_stack, by_a_global_variable, by_a_module_that_is_called_twice, by_hooks],
+)
+def test_what_hands_something_over_is_in_one_stage(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    pipe = fxpipe.compile(copy.deepcopy(model), TWO, chunks=CHUNKS, check="warn")
+    with pipe, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            assert torch.equal(pipe(x()), torch.cat(outputs_of_loop(model, (x(),), CHUNKS)))
+
+
+def test_a_cut_between_them_is_refused() -> None:
+    words = "hand something to each other through a Python object"
+    with pytest.raises(fxpipe.PartitionError, match=words):
+        fxpipe.compile(by_hooks(), TWO, chunks=CHUNKS, partition=["1"])(x())
+
+
+def test_where_no_other_cut_is_left_it_is_said_why() -> None:
+    side: dict[str, Any] = {}
+    model = nn.Sequential(Enter(side), *layers(3), Leave(side))
+    words = "they hand something to each other through a Python object, of which each"
+    with pytest.raises(fxpipe.PartitionError, match=words):
+        fxpipe.compile(model, TWO, chunks=CHUNKS)(x())
+
+
+def handed(model: nn.Module) -> list[str]:
+    graph = trace(model, (x(),)).graph_module.graph
+    return [node.name for node in graph.nodes if HANDED in node.meta]
+
+
+def test_hooks_that_only_record_may_be_in_several_stages() -> None:
+    model, kept = nn.Sequential(*layers(3)), dict[int, Tensor]()
+    for number, module in enumerate(model):
+        module.register_forward_hook(
+            lambda module, args, output, number=number: kept.update({number: output})
+        )
+    assert handed(model) == []
+    assert kept == {}, "what hooks record while a model is traced is taken out again"
+
+
+def test_those_that_hand_something_over_are_known() -> None:
+    assert handed(by_hooks()) == ["_0", "_2"]
+
+
+def test_they_are_known_where_the_graph_is_from_the_cache(tmp_path: Path) -> None:
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = by_a_module_that_is_called_twice()
+        expected = torch.cat(outputs_of_loop(copy.deepcopy(model), (x(),), CHUNKS))
+        pipe = fxpipe.compile(model, TWO, chunks=CHUNKS, check="warn", cache=tmp_path)
+        with pipe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(pipe(x()), expected)
