@@ -47,6 +47,7 @@ from fxpipe.meaning.left_out import (
     conditions_in,
     whatever_it_does,
 )
+from fxpipe.meaning.loss_beside import StagesBeside
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim, loss_takes_sizes
 from fxpipe.meaning.numbers_read import (
     ModelNumbers,
@@ -101,6 +102,7 @@ class LaterChecks(Staging):
                 [Targets(e.leaves, e.has_batch, e.nesting.fill) for e in batch.readings],
                 self._at_sizes(mode, asked),
                 mode.output_dims,
+                StagesBeside.of(mode.traced.left, mode.model_graph, mode.stage_graph),
             )
 
     def _watch(self, mode: Mode, found: FoundLoss) -> None:

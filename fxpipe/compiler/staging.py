@@ -391,6 +391,7 @@ class Staging(ABC):
                 twin.restore(gm)
             prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
             prepared.traced.settled = twin.settled(prepared.traced.settled)
+            prepared.traced.left = twin.left(prepared.traced.left)
             twin.learned()
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         self._refuse_flags_of_inputs(premises, call)

@@ -32,6 +32,7 @@ from fxpipe.meaning.compare import computed_with, difference, dtypes_of
 from fxpipe.meaning.kept import LARGEST, KeptOutputs
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.loss_beside import NO_STAGES, LossBeside, StagesBeside
 from fxpipe.meaning.loss_gradient import LossGradient, apart_in_the_gradient, gradient_of
 from fxpipe.meaning.loss_state import left_as_it_was
 from fxpipe.meaning.runs import is_taken
@@ -62,7 +63,7 @@ from fxpipe.runtime.microbatch import (
 from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.trace import untouched
 from fxpipe.trace.patches import unwarned
-from fxpipe.trace.premises import Reads, attributes_read, state_of
+from fxpipe.trace.premises import state_of
 from fxpipe.trace.twin import model_of
 
 LOSS = "output"
@@ -80,6 +81,7 @@ def loss_dim(
     readings: Sequence[Targets],
     asked: Asked,
     out_dims: Mapping[str, int],
+    beside: StagesBeside,
 ) -> FoundLoss:
     """How the target is cut into micro-batches, and how their losses are put together to the loss
     of the mini-batch.
@@ -89,13 +91,16 @@ def loss_dim(
         readings: the ways in which the target may be cut, the likeliest first. The first one with
             which the parts make the whole is taken; if there is none, the first one.
         out_dims: the batch dimensions of the model's outputs, by their paths.
+        beside: the stages that run beside the loss.
 
     Raises:
-        BatchError: if the model does not tell, or if what the user has said does not fit.
+        BatchError: if the model does not tell, if what the user has said does not fit, or if the
+            loss shares something with the stages beside it.
         BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
     """
     found = [
-        _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims) for each in readings
+        _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims, beside)
+        for each in readings
     ]
     place = 0
     with computed_with(dtypes_of(model, inputs)):
@@ -171,6 +176,7 @@ class _LossOfTarget:
         target: Targets,
         asked: Asked,
         out_dims: Mapping[str, int],
+        beside: StagesBeside = NO_STAGES,
     ) -> None:
         args, kwargs = inputs
         self._with_target = partial(
@@ -213,7 +219,7 @@ class _LossOfTarget:
         # A term of parameters that are zero so far, such as logarithms of variances, does not show.
         self._values = in_place_of_zeros(loss) if isinstance(loss, nn.Module) else []
         self._left_as_it_was, self._call = left_as_it_was(loss), loss
-        self._reads: Reads | None = None  # attributes of the model, by the first call of the loss
+        self._beside = LossBeside(model_of(model), loss, beside)
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
@@ -282,10 +288,9 @@ class _LossOfTarget:
             recording,
         )
         with ExitStack() as stack:
-            for each in (*quietly, precision or nullcontext(), self.left_out):
+            precisely = precision or nullcontext()
+            for each in (*quietly, precisely, self.left_out, self._beside.noting()):
                 stack.enter_context(each)
-            if self._reads is None:
-                self._reads = stack.enter_context(attributes_read(model_of(self.model)))
             if not self.with_gradients:
                 return self._call(output, target)
             found = self._call(map_tensors(_with_gradient, output), target)
@@ -378,11 +383,21 @@ class _LossOfTarget:
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
         verdict = self.verdict()
-        if of_forward := self._set_by_the_forward():
-            self.note = messages.reads_what_the_forward_sets(self.model, of_forward)
-            refuse(replace(self.asked, check=self.asked.check or "warn"), self.note)
+        for text in self._shared_with_the_model():
+            self.note = text
+            refuse(replace(self.asked, check=self.asked.check or "warn"), text)
         with self._precision():
             return self._dim_by(verdict)
+
+    def _shared_with_the_model(self) -> Iterator[str]:
+        """The messages for a loss that reads what the forward sets or leaves behind, or that shares
+        buffers with it."""
+        if of_forward := self._set_by_the_forward():
+            yield messages.reads_what_the_forward_sets(self.model, of_forward)
+        if left := self._beside.left_for_it():
+            yield messages.reads_what_is_left(left)
+        if shared := self._beside.shared_state():
+            yield messages.shares_state(self.model, shared)
 
     def _set_by_the_forward(self) -> list[str]:
         """The attributes of the model that its forward sets and that the loss reads, which are in a
@@ -392,7 +407,7 @@ class _LossOfTarget:
         paths = {module: f"{name}.".lstrip(".") for name, module in modules}
         return [
             path
-            for (module, name), state in (self._reads or {}).items()
+            for (module, name), state in self._beside.reads.items()
             if (path := f"{paths.get(module, '')}{name}") in changed
             and state == state_of(module, name)
         ]

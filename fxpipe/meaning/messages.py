@@ -445,6 +445,30 @@ def reads_what_the_forward_sets(model: nn.Module, paths: Sequence[str]) -> str:
     )
 
 
+def reads_what_is_left(left: Sequence[tuple[str, str]]) -> str:
+    """The message for a ``loss_fn`` that reads what hooks, or parts of the model that are called as
+    they are, leave in Python objects: these in words, each with the part."""
+    read = ", and ".join(f"{what}, which {by} changes while the model runs" for what, by in left)
+    return (
+        f"loss_fn reads {read}: in a step the stages run at the same time as loss_fn, which finds "
+        "there what is of another micro-batch. Let the forward of the model, or of a module around "
+        "it, return what loss_fn needs beside the output, and let loss_fn take it from there"
+    )
+
+
+def shares_state(model: nn.Module, names: Sequence[str]) -> str:
+    """The message for a ``loss_fn`` that shares buffers with stages, of which one or the other
+    writes to them."""
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"loss_fn and the forward of {type(model).__name__} both use {listed}, and one of them "
+        "writes to it: in a step stages run at the same time as loss_fn, so that the updates come "
+        "in another order than in a loop over the micro-batches. Let the forward call the module "
+        "for loss_fn, too, and return the result beside its output; or cut the model so that this "
+        "module is in the last stage, after which loss_fn runs (partition=)"
+    )
+
+
 def in_the_gradient_of_the_loss(apart: Difference, sizes: Sequence[int]) -> str:
     """The warning for a ``loss_fn`` whose value is put together as it is to be, and whose gradient
     is not. ``sizes``: those of the parts of the sample."""

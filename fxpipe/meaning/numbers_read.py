@@ -142,30 +142,37 @@ class WalkToNumbers:
         names: those of the attributes and globals that are read, to which the walk adds the ones
             of the code that it meets.
         most: how many objects are followed, and how many numbers are looked at.
+        but: objects that are not followed where they are met.
     """
 
     def __init__(
-        self, roots: Sequence[Any], names: set[str], most: tuple[int, int] = (_LINKS, MOST)
+        self,
+        roots: Sequence[Any],
+        names: set[str],
+        most: tuple[int, int] = (_LINKS, MOST),
+        but: Sequence[Any] = (),
     ) -> None:
         self.names = names
         self.links: list[_Child] = []
         self.reads: list[Getter] = []
         self.met: list[Any] = [*roots]
         """Whatever is read, each object as often as it has been met."""
-        self._seen: set[int] = set()
+        self._seen: set[int] = set(map(id, but))
         self._left = deque(roots)
         while self._left and len(self.links) < most[0] and len(self.reads) < most[1]:
             for value, get in self._children(self._left.popleft()):
                 self._meet(value, get)
 
     @staticmethod
-    def of(roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST)) -> WalkToNumbers:
+    def of(
+        roots: Sequence[Any], most: tuple[int, int] = (_LINKS, MOST), but: Sequence[Any] = ()
+    ) -> WalkToNumbers:
         """A walk that knows all the names in the code that it meets: code that is met late may name
         what an object that is met early has."""
         names: set[str] = set()
         while True:
             known = len(names)
-            walk = WalkToNumbers(roots, names, most)
+            walk = WalkToNumbers(roots, names, most, but)
             if len(names) == known:
                 return walk
 

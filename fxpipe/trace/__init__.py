@@ -34,6 +34,7 @@ the random number generators as they were.
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into
     handed               what parts of a graph hand to each other through Python objects
+    left_behind          what they leave there, which a loss may find
     containers           notices lists that a call changes although its graph does not see it
     errors               messages for models that no front end can trace
 

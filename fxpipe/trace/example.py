@@ -38,6 +38,7 @@ from fxpipe.trace.isolation import (
     parameters_put_back,
     untouched,
 )
+from fxpipe.trace.left_behind import LeftBehind
 from fxpipe.trace.outer import OuterVariable
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.sizes import Sizes
@@ -78,9 +79,9 @@ class Traced:
     hooked: Sequence[str] = ()
     """The lines of the model that have registered a gradient hook on a tensor during the trace: the
     graph calls no such hooks."""
-    left: Sequence[Any] = ()
-    """The containers, objects, modules and variables that code of the user's changes which the
-    graph runs as it is: kept modules, functions and hooks (:mod:`fxpipe.trace.handed`)."""
+    left: Sequence[LeftBehind] = ()
+    """What code of the user's changes which the graph runs as it is: kept modules, functions and
+    hooks (:mod:`fxpipe.trace.handed`)."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None

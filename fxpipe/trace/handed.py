@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from fxpipe.runtime.writes import writes_counted
 from fxpipe.trace import checks
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.left_behind import LeftBehind
 from fxpipe.trace.outer import OuterVariable, assigned_by, names_in, read_by, runs_users_code
 from fxpipe.trace.recorders import refers_to
 from fxpipe.trace.state import rows_alike
@@ -57,11 +59,10 @@ def note(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
         return
     with _as_it_runs(example.model):
         with _put_back(pieces.values()):
-            changed = _Stepwise(gm, pieces).changed_by(rows_alike(example, tensors, 0))
-        traced.left = changed
+            traced.left = _Stepwise(gm, pieces).changed_by(rows_alike(example, tensors, 0))
         groups = [
             nodes
-            for thing in changed
+            for thing in {_key(each.thing): each.thing for each in traced.left}.values()
             if len(nodes := [node for node, piece in pieces.items() if piece.reaches(thing)]) > 1
         ]
         if not groups or _is_alike_in_any_order(example, tensors, gm, pieces):
@@ -77,18 +78,29 @@ class _Called:
 
     modules: Sequence[nn.Module]
     functions: Sequence[Any]
+    said: str
+    """The code in words, for a message."""
+
+    @cached_property
+    def _reached(self) -> list[Any]:
+        """The values that the code reads by names, or that a function refers to."""
+        codes = (*self.modules, *self.functions)
+        referred = (value for each in self.functions for value in refers_to(each))
+        return [*referred, *(value for code in codes for _, value in read_by(code))]
+
+    @cached_property
+    def _all_modules(self) -> list[nn.Module]:
+        """The modules, and those that the code reaches: it may set their attributes."""
+        found = (value for value in self._reached if isinstance(value, nn.Module))
+        return list(dict.fromkeys([*self.modules, *(m for each in found for m in each.modules())]))
 
     @cached_property
     def state(self) -> State:
         """A record of all containers and objects that the code reaches, and of the attributes of
         the modules."""
-        state = State(self.modules)
-        for each in self.functions:
-            for value in refers_to(each):
-                state.look_into(value)
-        for code in (*self.modules, *self.functions):
-            for _, value in read_by(code):
-                state.look_into(value)
+        state = State(self._all_modules)
+        for value in self._reached:
+            state.look_into(value)
         return state
 
     @cached_property
@@ -96,7 +108,7 @@ class _Called:
         """What the code may change."""
         codes = (*self.modules, *self.functions)
         variables = (variable for code in codes for variable in assigned_by(code))
-        return [*self.modules, *self.state.recorded, *variables]
+        return [*self._all_modules, *self.state.recorded, *variables]
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -116,21 +128,27 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> _Called | None:
     """The user's code that a node runs; None if it runs none."""
     if node.op == "call_module":
         modules = list(gm.get_submodule(str(node.target)).modules())
-        own = [
-            m for m in modules if type(m).__module__.partition(".")[0] not in ("torch", "fxpipe")
-        ]
-        hooks = [
-            hook
+        hooks = {
+            module: found
             for module in modules
-            for table in (module._forward_pre_hooks, module._forward_hooks)
-            for hook in table.values()
-            if not is_torchs(hook)
-        ]
-        return _Called(own, hooks) if own or hooks else None
+            if (found := [hook for hook in _forward_hooks(module) if not is_torchs(hook)])
+        }
+        own = [m for m in modules if m in hooks or not _is_torchs_or_ours(m)]
+        said = f"{node.target}{' (or a hook on it)' if hooks else ''}"
+        return _Called(own, [*chain(*hooks.values())], said) if own else None
     if node.op == "call_function":
         code = getattr(node.target, "function", node.target)  # a class, if an autograd.Function
-        return _Called((), (code,)) if runs_users_code(code) else None
+        said = getattr(code, "__qualname__", node.name)
+        return _Called((), (code,), said) if runs_users_code(code) else None
     return None
+
+
+def _forward_hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def _is_torchs_or_ours(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("torch", "fxpipe")
 
 
 @contextmanager
@@ -163,7 +181,10 @@ def _key(thing: Any) -> Hashable:
     return thing.key if isinstance(thing, OuterVariable) else id(thing)
 
 
-def _contents(thing: Any) -> list[tuple[Any, Any, int]]:
+_Contents = list[tuple[Any, Any, int]]
+
+
+def _contents(thing: Any) -> _Contents:
     """What is in a thing: keys or places, values, and how often these, if tensors, were written."""
     if isinstance(thing, OuterVariable):
         pairs: Any = [("", thing.get())]
@@ -175,11 +196,21 @@ def _contents(thing: Any) -> list[tuple[Any, Any, int]]:
     return [(k, v, writes_counted(v) if isinstance(v, Tensor) else 0) for k, v in pairs]
 
 
-def _are_same(before: list[tuple[Any, Any, int]], now: list[tuple[Any, Any, int]]) -> bool:
-    return len(before) == len(now) and all(
-        same(a[0], b[0]) and same(a[1], b[1]) and a[2] == b[2]
-        for a, b in zip(before, now, strict=True)
-    )
+def _are_same(before: _Contents, now: _Contents) -> bool:
+    return len(before) == len(now) and all(map(_is_same, before, now))
+
+
+def _is_same(one: tuple[Any, Any, int], other: tuple[Any, Any, int]) -> bool:
+    return same(one[0], other[0]) and same(one[1], other[1]) and one[2] == other[2]
+
+
+def _names_changed(thing: Any, before: _Contents, now: _Contents) -> frozenset[str]:
+    """The names of the attributes of a module that have changed; none for anything else."""
+    if not isinstance(thing, nn.Module):
+        return frozenset()
+    old, new = ({each[0]: each for each in contents} for contents in (before, now))
+    names = old.keys() | new.keys()
+    return frozenset(n for n in names if not (n in old and n in new and _is_same(old[n], new[n])))
 
 
 class _Stepwise(fx.Interpreter):
@@ -205,18 +236,20 @@ class _Stepwise(fx.Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(node)
         return mutable(args), mutable(dict(kwargs))
 
-    def changed_by(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def changed_by(self, tensors: Sequence[Tensor]) -> list[LeftBehind]:
         """The objects, modules and variables that pieces change in a run on these inputs."""
         self.start(tensors)
-        changed: dict[Hashable, Any] = {}
+        changed: list[LeftBehind] = []
         for node in self.numbers:
-            things = self.pieces[node].things if node in self.pieces else []
+            piece = self.pieces.get(node)
+            things = [] if piece is None else piece.things
             before = [_contents(thing) for thing in things]
             self.step(node)
             for thing, contents in zip(things, before, strict=True):
-                if not _are_same(contents, _contents(thing)):
-                    changed[_key(thing)] = thing
-        return list(changed.values())
+                if piece is not None and not _are_same(contents, now := _contents(thing)):
+                    names = _names_changed(thing, contents, now)
+                    changed.append(LeftBehind(thing, piece.said, names))
+        return changed
 
 
 def _is_alike_in_any_order(

@@ -26,6 +26,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace.global_values import GlobalValues
+from fxpipe.trace.left_behind import LeftBehind
 from fxpipe.trace.outer import ASSIGNED
 from fxpipe.trace.premises import Reads, state_of
 from fxpipe.trace.snapshots import content_of, slots_of
@@ -127,6 +129,10 @@ class Twin:
             RECORDING.pop(model, None)
         STATEFUL.update(old for old, new in self._pairs if new in STATEFUL)
         self.global_values.leave_out(ASSIGNED.get(self.model, set()))
+
+    def left(self, left: Iterable[LeftBehind]) -> list[LeftBehind]:
+        """What code of the twin's has changed, as what that of the model changes."""
+        return [replace(each, thing=self._back.of(each.thing)) for each in left]
 
     def settled(
         self, attributes: Mapping[tuple[nn.Module, str], Any]

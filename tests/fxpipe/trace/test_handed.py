@@ -113,6 +113,13 @@ def by_hooks() -> nn.Module:
     return model
 
 
+def by_hooks_that_set_an_attribute() -> nn.Module:
+    model = nn.Sequential(*layers(6))
+    model[0].register_forward_hook(lambda module, args, output: setattr(module, "h", output))
+    model[2].register_forward_hook(lambda module, args, output: output + model[0].h)
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [by_a_dict, by_a_stack, by_a_global_variable, by_a_module_that_is_called_twice, by_hooks],
@@ -155,8 +162,18 @@ def test_hooks_that_only_record_may_be_in_several_stages() -> None:
     assert kept == {}, "what hooks record while a model is traced is taken out again"
 
 
+def test_what_hooks_leave_is_noted_with_the_code_that_does_so() -> None:
+    model, kept = nn.Sequential(*layers(3)), dict[str, Tensor]()
+    model[0].register_forward_hook(lambda module, args, output: kept.update(h=output))
+    model[2].register_forward_hook(lambda module, args, output: setattr(model, "h", output))
+    in_dict, on_model = trace(model, (x(),)).left
+    assert in_dict.thing is kept and in_dict.by == "0 (or a hook on it)"
+    assert on_model.thing is model and on_model.names == {"h"}
+
+
 def test_those_that_hand_something_over_are_known() -> None:
     assert handed(by_hooks()) == ["_0", "_2"]
+    assert handed(by_hooks_that_set_an_attribute()) == ["_0", "_2"]
 
 
 def test_they_are_known_where_the_graph_is_from_the_cache(tmp_path: Path) -> None:
