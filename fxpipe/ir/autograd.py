@@ -29,9 +29,11 @@ def leaf_of(node: Node) -> Tensor | None:
     return node.variable if type(node) is _ACCUMULATION else None
 
 
-def leaves_reached(starts: Iterable[Node], ends: type | None = None) -> list[Tensor]:
+def leaves_reached(
+    starts: Iterable[Node], ends: type | None = None, met: list[Node] | None = None
+) -> list[Tensor]:
     """The leaves that a backward from these nodes visits, each once, in the order of
-    :func:`reached`. The walk goes past no node of the type ``ends``.
+    :func:`reached`. The walk goes past no node of the type ``ends``; those go into ``met``.
 
     It is a loop of its own, since the loss of each micro-batch is walked through. Each node that it
     looks at costs PyTorch an object of Python.
@@ -48,6 +50,8 @@ def leaves_reached(starts: Iterable[Node], ends: type | None = None) -> list[Ten
                 if function is not None and function not in seen:
                     seen.add(function)
                     nodes.append(function)
+        elif met is not None:
+            met.append(node)
     return leaves
 
 

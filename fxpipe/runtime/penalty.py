@@ -31,11 +31,14 @@ The gradient is on the parameter's device, and was made on the one stream on whi
 there."""
 
 
-def leaves_of(values: Iterable[Any], ends: type | None = None) -> list[Tensor]:
+def leaves_of(
+    values: Iterable[Any], ends: type | None = None, met: list[Any] | None = None
+) -> list[Tensor]:
     """The leaves of the autograd graph of some values, each once, in an order that the graph
-    alone determines. ``ends``: the type of the nodes at which the graph is taken to end."""
+    alone determines. ``ends``: the type of the nodes at which the graph is taken to end; these go
+    into ``met``."""
     made = [v.node if isinstance(v, GradientEdge) else getattr(v, "grad_fn", None) for v in values]
-    return leaves_reached([node for node in made if node is not None], ends)
+    return leaves_reached([node for node in made if node is not None], ends, met)
 
 
 def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:

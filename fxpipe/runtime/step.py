@@ -260,7 +260,8 @@ def loss(
     that gradient with the stage's tape.
 
     Raises ValueError for a loss that is no real scalar, that depends on no parameter, or that
-    depends directly on a parameter of a stage in another process.
+    depends directly on a parameter of a stage in another process, or on a tensor within a stage:
+    what the gradient of such a tensor adds to that of the stage's arguments would be lost.
     """
     tape = Tape()
 
@@ -288,7 +289,16 @@ def loss(
         return (_by_itself(value),)
 
     (value,) = tape.record(run, (output,))
-    leaves = leaves_of(tape.results[0], _ENTRY)
+    entries: list[Any] = []
+    leaves = leaves_of(tape.results[0], _ENTRY, entries)
+    if any(entry.results is not tape.grads for entry in entries):
+        raise ValueError(
+            f"the loss of micro-batch {number} depends on a tensor within a stage, which a hook or "
+            "a module of the model has kept in a Python object: its gradient does not get to the "
+            "stages ahead. Let the forward of the model, or of a module around it, return the "
+            "tensor beside the output, and let loss_fn take it from there; or, where it needs no "
+            "gradient, detach it"
+        )
     homes = homes_of(leaves, [stage.stage for stage in stages])
     tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
     if any(stage.is_elsewhere for stage in tape.homes.values()):

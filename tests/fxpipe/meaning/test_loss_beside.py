@@ -197,6 +197,18 @@ def test_in_one_stage_it_is_right(make: Callable[[], Made], checkpoint: str) -> 
         torch.testing.assert_close(parameter.grad, grad)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_one_micro_batch_is_refused_where_a_gradient_would_be_lost() -> None:
+    model, kept = layers(), dict[str, Tensor]()
+    model[4].register_forward_hook(lambda module, args, output: kept.update(h=output))
+    with pytest.raises(ValueError, match="depends on a tensor within a stage"):
+        stepped(
+            model,
+            lambda output, target: F.mse_loss(output, target) + penalty_of(kept["h"]),
+            **{"chunks": 1, "checkpoint": "always", "partition": ["2"]},
+        )
+
+
 @pytest.mark.filterwarnings("error")
 def test_what_hooks_record_for_others_is_no_matter() -> None:
     model, kept = layers(), dict[int, Tensor]()

@@ -110,6 +110,27 @@ def test_a_loss_is_weighted_and_scaled_in_the_backward():
     assert same(loss_backward(tape, 0.25, torch.tensor(8.0)), target)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_loss_of_a_tensor_within_a_stage_is_refused(checkpoint):
+    """Its gradient would not get to the stages ahead of that stage."""
+
+    class Keeps(nn.Module):
+        def forward(self, x):
+            self.kept = x.sin()
+            return self.kept * 2
+
+    class Penalty(nn.Module):
+        def forward(self, output, target):
+            return output.sum() + stage.kept.sum()
+
+    stage, x = Keeps(), torch.ones(3, requires_grad=True)
+    (output,), tape = forward(stage, (x,), (), True, checkpoint)
+    with pytest.raises(ValueError, match="the loss of micro-batch 0 depends on a tensor within"):
+        loss(Penalty(), output, None, 0, (tape,))
+    stage.kept = stage.kept.detach()
+    loss(Penalty(), output, None, 0, (tape,))
+
+
 def test_a_loss_keeps_no_memory_but_its_own():
     """What F.mse_loss returns lies within the memory of the losses of all elements. A step returns
     the losses of all micro-batches at its end, and would keep all of that memory until then."""
