@@ -20,12 +20,12 @@ modules that are called, tensors), and followed from there by the names in its c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.ir.graph import WRITES_STATE, attribute, stages_of
@@ -97,7 +97,7 @@ class LossBeside:
         with (
             attributes_read(self.model) as reads,
             _modules_called() as called,
-            memory if self.stages.used else nullcontext(),
+            nullcontext() if self.stages is NO_STAGES else memory,
         ):
             try:
                 yield
@@ -116,13 +116,18 @@ class LossBeside:
         if not self.stages.left:
             return []
         forwards = (vars(each).get("forward", type(each).forward) for each in self._called)
-        code = _Code([self.loss, *(value_of(*each) for each in self.reads), *forwards], self.model)
-        paths = {module: name for name, module in self.model.named_modules()}
+        paths = {module: f"{name}.".lstrip(".") for name, module in self.model.named_modules()}
+        read = {f"{paths.get(m, '')}{name}": value_of(m, name) for m, name in self.reads}
+        code = _Code([("", self.loss), *read.items(), *(("", each) for each in forwards)], paths)
+        tensors = {id(buffer): name for name, buffer in self.model.named_buffers()}
         found: dict[str, str] = {}
         for left in self.stages.left:
             if isinstance(left.thing, nn.Module) and left.thing in paths:
-                read = [name for name in sorted(left.names) if self._reads(left.thing, name)]
-                said = [f"{paths[left.thing]}.{name}".lstrip(".") for name in read]
+                names = [name for name in sorted(left.names) if self._reads(left.thing, name)]
+                said = [f"{paths[left.thing]}{name}" for name in names]
+            elif isinstance(left.thing, Tensor):
+                name = tensors.get(id(left.thing)) or code.said(left.thing)
+                said = [name] if memory_of(left.thing) in self._used else []
             else:
                 said = code.reads(left)
             found |= {each: left.by for each in said if each not in found}
@@ -144,14 +149,17 @@ class LossBeside:
 
 class _Code:
     """Code that is followed by the names in it, but not into the modules of a model: what is read
-    of these has been noted, and is among the roots."""
+    of these has been noted, and is among the roots, which have names."""
 
-    def __init__(self, roots: Sequence[Any], model: nn.Module) -> None:
-        walk = WalkToNumbers.of(roots, _MOST, but=list(model.modules()))
-        self._met, self._attributes = set(map(id, walk.met)), walk.names
+    def __init__(self, named: Sequence[tuple[str, Any]], modules: Collection[nn.Module]) -> None:
+        roots = [value for _, value in named]
+        walk = WalkToNumbers.of(roots, _MOST, but=list(modules))
+        callables = (v for v in walk.met if callable(v) and not isinstance(v, type))
+        own = (attributes for each in callables if (attributes := getattr(each, "__dict__", None)))
+        self._met, self._attributes = set(map(id, (*walk.met, *own))), walk.names
         self._variables = frozenset[str]().union(*map(names_in, roots))
-        named = (pair for root in roots for pair in read_by(root))
-        self._said = {id(value): name for name, value in named if name}
+        pairs = (*named, *(pair for root in roots for pair in read_by(root)))
+        self._said = {id(value): name for name, value in pairs if name}
 
     def reads(self, left: LeftBehind) -> list[str]:
         """What the code reads of something, in words."""
@@ -162,7 +170,11 @@ class _Code:
             return []
         if isinstance(thing, nn.Module):
             return [f"{n} of a {type(thing).__name__}" for n in left.names & self._attributes]
-        return [self._said.get(id(thing), f"a {type(thing).__name__}")]
+        return [self.said(thing)]
+
+    def said(self, value: Any) -> str:
+        """A value in words: where the code finds it, if that is known."""
+        return self._said.get(id(value), f"a {type(value).__name__}")
 
 
 class _UsedMemory(WrittenMemory):  # type: ignore[no-untyped-call]

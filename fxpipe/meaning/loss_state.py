@@ -38,10 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.tensors import memory_of
 from fxpipe.meaning.numbers_read import WalkToNumbers, attributes_of, slots_of
 from fxpipe.runtime.state import same_entries
-from fxpipe.runtime.writes import Writes
+from fxpipe.runtime.writes import values_put_back
 from fxpipe.trace import untouched
 from fxpipe.trace.outer import OuterVariable, globals_assigned
 
@@ -84,30 +83,21 @@ class _Reached:
         own = {id(part) for m in self._modules for part in m.modules()}
         parameters = [p for m in self._modules for p in m.parameters()]
         tensors = [*parameters, *(v for v in met.values() if isinstance(v, Tensor))]
-        self._tensors = [
-            t for t in tensors if has_values and not t.is_meta and t.layout == torch.strided
-        ]
+        self._tensors = tensors if has_values else []
         self._kept = [kept for v in met.values() if id(v) not in own and (kept := _kept(v))]
 
     @contextmanager
     def left_as_it_was(self) -> Iterator[None]:
         """A context at whose end all is as it was at its beginning."""
-        written: list[_PutBack] = []
-
-        def save(_: int, tensor: Tensor) -> None:
-            written.append(partial(_fill, tensor, _copied(tensor)))
-
         back = [put_back for kept in self._kept for put_back in kept()]
-        watched = {memory_of(tensor): tensor for tensor in self._tensors}
         with ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(untouched(module))
-            if watched:
-                stack.enter_context(Writes(watched, save))
+            stack.enter_context(values_put_back(self._tensors))
             try:
                 yield
             finally:
-                for put_back in (*written, *back):
+                for put_back in back:
                     put_back()
 
 
@@ -116,19 +106,6 @@ def _modules(value: Any) -> Iterable[nn.Module]:
     if not isinstance(value, nn.Module):
         return ()
     return value.children() if _package(type(value)) == "fxpipe" else (value,)
-
-
-def _copied(tensor: Tensor) -> torch.UntypedStorage:
-    """A copy of all of a tensor's memory."""
-    copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-    return copy
-
-
-def _fill(tensor: Tensor, before: torch.UntypedStorage) -> None:
-    """Give a tensor's memory its values again."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == before.nbytes():
-        storage.copy_(before, non_blocking=False)
 
 
 def _package(kind: type) -> str:

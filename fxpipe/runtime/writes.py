@@ -5,7 +5,8 @@ Writes through ``.data``, which do not raise a tensor's version counter, are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -129,6 +130,27 @@ def statistics_written_by(
     if condition is None or given.get(condition):
         running = given.get("running_mean"), given.get("running_var")
         yield from (each for each in running if isinstance(each, Tensor))
+
+
+@contextmanager
+def values_put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context at whose end tensors have the values that they had at its beginning, but for those
+    that have no memory of one piece. One is copied only ahead of the first write to it."""
+    strided = (t for t in tensors if t.layout == torch.strided and not t.is_meta)
+    watched = {memory_of(tensor): tensor for tensor in strided}
+    written: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def save(_: int, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        written.append((storage, storage.clone()))  # type: ignore[no-untyped-call]
+
+    try:
+        with Writes(watched, save) if watched else nullcontext():
+            yield
+    finally:
+        for storage, before in written:
+            if storage.nbytes() == before.nbytes():
+                storage.copy_(before, non_blocking=False)
 
 
 def same_values(tensor: Tensor, before: Tensor) -> bool:

@@ -18,7 +18,7 @@ have to stay in one stage, in which one micro-batch comes after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,7 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import HANDED, mutable
 from fxpipe.ir.hooks import hooks_of, is_torchs
 from fxpipe.runtime.state import State, attributes_of, contents_of, same
-from fxpipe.runtime.writes import writes_counted
+from fxpipe.runtime.writes import values_put_back, writes_counted
 from fxpipe.trace import checks
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import parameters_put_back, untouched
@@ -54,7 +54,10 @@ def note(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
         tensors: inputs that the model takes.
     """
     gm = traced.graph_module
-    pieces = {node: piece for node in gm.graph.nodes if (piece := _called(gm, node)) is not None}
+    in_graph = {id(buffer) for buffer in gm.buffers()}  # of these, pass "alias" takes care
+    pieces = {
+        node: piece for node in gm.graph.nodes if (piece := _called(gm, node, in_graph)) is not None
+    }
     if not pieces:
         return
     with _as_it_runs(example.model):
@@ -80,6 +83,8 @@ class _Called:
     functions: Sequence[Any]
     said: str
     """The code in words, for a message."""
+    in_graph: Collection[int] = ()
+    """The ids of the buffers that the graph has."""
 
     @cached_property
     def _reached(self) -> list[Any]:
@@ -108,7 +113,19 @@ class _Called:
         """What the code may change."""
         codes = (*self.modules, *self.functions)
         variables = (variable for code in codes for variable in assigned_by(code))
-        return [*self._all_modules, *self.state.recorded, *variables]
+        return [*self._all_modules, *self.tensors, *self.state.recorded, *variables]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the code refers to, and the buffers of its modules that are not in the
+        graph."""
+        buffers = (b for each in self._all_modules for b in each._buffers.values())
+        found = [v for v in (*self._reached, *buffers) if isinstance(v, Tensor)]
+        return [
+            tensor
+            for tensor in {id(tensor): tensor for tensor in found}.values()
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in self.in_graph
+        ]
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -124,7 +141,7 @@ class _Called:
         return _key(thing) in self._keys or (is_variable and thing.name in self._names)
 
 
-def _called(gm: fx.GraphModule, node: fx.Node) -> _Called | None:
+def _called(gm: fx.GraphModule, node: fx.Node, in_graph: Collection[int]) -> _Called | None:
     """The user's code that a node runs; None if it runs none."""
     if node.op == "call_module":
         modules = list(gm.get_submodule(str(node.target)).modules())
@@ -135,11 +152,11 @@ def _called(gm: fx.GraphModule, node: fx.Node) -> _Called | None:
         }
         own = [m for m in modules if m in hooks or not _is_torchs_or_ours(m)]
         said = f"{node.target}{' (or a hook on it)' if hooks else ''}"
-        return _Called(own, [*chain(*hooks.values())], said) if own else None
+        return _Called(own, [*chain(*hooks.values())], said, in_graph) if own else None
     if node.op == "call_function":
         code = getattr(node.target, "function", node.target)  # a class, if an autograd.Function
         said = getattr(code, "__qualname__", node.name)
-        return _Called((), (code,), said) if runs_users_code(code) else None
+        return _Called((), (code,), said, in_graph) if runs_users_code(code) else None
     return None
 
 
@@ -169,7 +186,8 @@ def _put_back(pieces: Iterable[_Called]) -> Iterator[None]:
     things = [thing for piece in pieces for thing in piece.things]
     variables = [(each, each.get()) for each in things if isinstance(each, OuterVariable)]
     try:
-        yield
+        with values_put_back(tensor for piece in pieces for tensor in piece.tensors):
+            yield
     finally:
         for piece in pieces:
             piece.state.put_back()
@@ -188,6 +206,8 @@ def _contents(thing: Any) -> _Contents:
     """What is in a thing: keys or places, values, and how often these, if tensors, were written."""
     if isinstance(thing, OuterVariable):
         pairs: Any = [("", thing.get())]
+    elif isinstance(thing, Tensor):
+        pairs = [("", thing)]
     elif isinstance(thing, nn.Module):
         pairs = attributes_of(thing).items()
     else:

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """A container, an object, a module or a variable (:class:`fxpipe.trace.outer.OuterVariable`)
-    that some node of a graph has changed."""
+    """A container, an object, a module, a tensor or a variable
+    (:class:`fxpipe.trace.outer.OuterVariable`) that some node of a graph has changed."""
 
     thing: Any
     by: str

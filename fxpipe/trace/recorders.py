@@ -15,6 +15,7 @@ taken out again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType
@@ -27,6 +28,7 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.hooks import RECORDING, code_of, hooks_of, is_torchs
 from fxpipe.runtime.state import State
+from fxpipe.runtime.writes import values_put_back
 from fxpipe.trace.checks import difference
 from fxpipe.trace.example import Example
 from fxpipe.trace.isolation import parameters_put_back, untouched
@@ -105,12 +107,19 @@ def _output(
     """
     model = example.model
     referred = State(())
-    for _, _, hook in _forward_hooks(model):
-        referred.look_into(refers_to(hook))
+    values = [value for _, _, hook in _forward_hooks(model) for value in refers_to(hook)]
+    for value in values:
+        referred.look_into(value)
+    tensors = [value for value in values if isinstance(value, Tensor)]
     before = RECORDING.get(model)
     RECORDING[model] = kinds
     try:
-        with untouched(model), torch.no_grad(), parameters_put_back(model):
+        with (
+            untouched(model),
+            torch.no_grad(),
+            parameters_put_back(model),
+            values_put_back(tensors),
+        ):
             for hooks, key, hook in () if with_results else list(_forward_hooks(model)):
                 hooks[key] = _silenced(hook)
             output = example.call([tensor.clone() for tensor in example.tensors])
@@ -144,10 +153,16 @@ def _silenced(hook: Callable[..., Any]) -> Callable[..., None]:
 
 def refers_to(hook: Any) -> list[Any]:
     """The objects that a hook may write to: those of its closure, its default arguments, and the
-    object whose method it is."""
+    object whose method it is. Of a partial function, the arguments that it has, too."""
+    if isinstance(hook, functools.partial):
+        return [*refers_to(hook.func), *hook.args, *hook.keywords.values()]
     function = getattr(hook, "__func__", hook)
     defaults = [*(getattr(function, "__defaults__", None) or ())]
-    own = [getattr(hook, "__self__", None), getattr(hook, "__dict__", None)]
+    defaults += (getattr(function, "__kwdefaults__", None) or {}).values()
+    owner = getattr(hook, "__self__", None)
+    own = [owner, getattr(hook, "__dict__", None)]
+    if not isinstance(owner, nn.Module):
+        own.append(getattr(owner, "__dict__", None))  # of an object that may be called itself
     closed_over = []
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # it may be empty

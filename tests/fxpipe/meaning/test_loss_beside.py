@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,33 @@ def by_a_global_variable() -> Made:
     return model, lambda output, target: F.mse_loss(output, target) + penalty_of(LAST)
 
 
+def by_a_partial_function() -> Made:
+    model, kept = layers(), dict[str, Tensor]()
+
+    def keep(where: dict[str, Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+        where["h"] = output
+
+    model[0].register_forward_hook(partial(keep, kept))
+    return model, lambda output, target: F.mse_loss(output, target) + penalty_of(kept["h"])
+
+
+def by_a_tensor() -> Made:
+    model, mean = layers(), torch.zeros(6)
+    model[0].register_forward_hook(lambda module, args, output: average(mean, output))
+    return model, lambda output, target: F.mse_loss(output, target) * (1 + penalty_of(mean))
+
+
+def by_a_buffer() -> Made:
+    model = layers()
+    model.register_buffer("mean", torch.zeros(6))
+    model[0].register_forward_hook(lambda module, args, output: average(model.mean, output))
+    return model, lambda output, target: F.mse_loss(output, target) * (1 + penalty_of(model.mean))
+
+
+def average(mean: Tensor, output: Tensor) -> None:
+    mean.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+
+
 class Extractor:
     def __init__(self, module: nn.Module) -> None:
         self.h: Any = None
@@ -146,6 +174,9 @@ WAYS = [
     by_an_attribute_of_the_model,
     by_a_global_variable,
     by_an_object,
+    by_a_partial_function,
+    by_a_tensor,
+    by_a_buffer,
     by_a_module_that_is_kept_whole,
 ]
 

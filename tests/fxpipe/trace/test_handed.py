@@ -120,6 +120,17 @@ def by_hooks_that_set_an_attribute() -> nn.Module:
     return model
 
 
+def by_hooks_that_write_to_a_tensor() -> nn.Module:
+    model, kept = nn.Sequential(*layers(6)), torch.zeros(6)
+    model[0].register_forward_hook(lambda module, args, output: none_of(kept.copy_(output.sum(0))))
+    model[2].register_forward_hook(lambda module, args, output: output + kept)
+    return model
+
+
+def none_of(value: object) -> None:
+    """A hook that returns None leaves the output as it is."""
+
+
 @pytest.mark.parametrize(
     "make",
     [by_a_dict, by_a_stack, by_a_global_variable, by_a_module_that_is_called_twice, by_hooks],
@@ -174,6 +185,14 @@ def test_what_hooks_leave_is_noted_with_the_code_that_does_so() -> None:
 def test_those_that_hand_something_over_are_known() -> None:
     assert handed(by_hooks()) == ["_0", "_2"]
     assert handed(by_hooks_that_set_an_attribute()) == ["_0", "_2"]
+    assert handed(by_hooks_that_write_to_a_tensor()) == ["_0", "_2"]
+
+
+def test_tensors_to_which_hooks_write_are_as_they_were_after_a_trace() -> None:
+    model, kept = nn.Sequential(*layers(3)), torch.zeros(6)
+    model[0].register_forward_hook(lambda module, args, output: none_of(kept.add_(output.sum(0))))
+    (left,) = trace(model, (x(),)).left
+    assert left.thing is kept and not kept.any()
 
 
 def test_they_are_known_where_the_graph_is_from_the_cache(tmp_path: Path) -> None:
