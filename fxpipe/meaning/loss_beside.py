@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fxpipe.ir.graph import WRITES_STATE, attribute, stages_of
+from fxpipe.ir.graph import ONCE, STAGE, WRITES_STATE, attribute, stages_of
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.meaning.numbers_read import WalkToNumbers
 from fxpipe.runtime.writes import WrittenMemory
@@ -65,9 +65,18 @@ class StagesBeside:
         nodes = [node for stage in stages for node in stage.graph.nodes]
         paths = {path for node in nodes for path in node.meta.get(WRITES_STATE, ())}
         own = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
-        written = (attribute(model_graph, path) for path in paths)
+        updates = [n for n in cut.graph.nodes if ONCE in n.meta and n.meta[STAGE] < len(stages)]
+        updated = [
+            attribute(cut, str(each.target))
+            for node in updates
+            for each in node.all_input_nodes
+            if each.op == "get_attr"
+        ]
+        written = [*(attribute(model_graph, path) for path in paths), *updated]
         return StagesBeside(
-            left, frozenset(map(memory_of, own)), frozenset(map(memory_of, written))
+            left,
+            frozenset(map(memory_of, (*own, *updated))),
+            frozenset(map(memory_of, written)),
         )
 
 

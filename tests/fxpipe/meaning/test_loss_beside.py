@@ -308,6 +308,11 @@ def test_a_loss_that_shares_buffers_with_an_earlier_stage_is_told_of(name: str) 
     assert "both use encoder.1.running_mean" in text
 
 
+def test_so_is_one_that_shares_what_is_updated_once_for_the_mini_batch() -> None:
+    (text,) = told("of_latents", deferred_batch_norm=True)
+    assert "both use encoder.1.running_mean" in text
+
+
 def test_it_is_refused_as_other_losses_are() -> None:
     model = AutoEncoder()
     with pytest.raises(fxpipe.BatchError, match=r"both use encoder\.1\.running_mean"):
