@@ -54,4 +54,6 @@ def test_the_leaves_that_are_reached_come_in_the_order_of_the_walk_and_end_where
         id(leaf) for node in reached([value]) if (leaf := leaf_of(node)) is not None
     ]
     assert set(map(id, found)) == {id(x), id(factor), id(beside)}
-    assert list(map(id, leaves_reached([value], type(scaled.grad_fn)))) == [id(beside)]
+    ends = []
+    assert list(map(id, leaves_reached([value], type(scaled.grad_fn), ends))) == [id(beside)]
+    assert ends == [scaled.grad_fn]

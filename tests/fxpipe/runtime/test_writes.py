@@ -8,7 +8,13 @@ import torch.nn.functional as F
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.tensors import memory_of
-from fxpipe.runtime.writes import Writes, same_values, statistics_written_by, written_by
+from fxpipe.runtime.writes import (
+    Writes,
+    same_values,
+    statistics_written_by,
+    values_put_back,
+    written_by,
+)
 
 WAYS = {
     "in place": lambda t: t.add_(1),
@@ -31,6 +37,16 @@ def test_a_write_is_noticed_ahead_of_it_and_once(way):
     assert key == "b"
     assert torch.equal(before, torch.ones(3))
     assert not torch.equal(b, torch.ones(3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_are_put_back_also_where_tensors_share_memory_or_have_none_of_one_piece(way):
+    whole, sparse = torch.ones(5), torch.eye(2).to_sparse()
+    part = whole[1:4]
+    with values_put_back([part, whole, sparse, torch.ones(1, device="meta")]):
+        WAYS[way](part)
+        whole.zero_()
+    assert torch.equal(whole, torch.ones(5))
 
 
 def test_what_is_only_read_is_not():
