@@ -46,6 +46,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed
 from fxpipe.trace.errors import Refused
+from fxpipe.trace.functions import code_of_call
 from fxpipe.trace.outer import (
     THREAD_LOCAL,
     Key,
@@ -193,8 +194,7 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
         if node.op == "call_module":
             yield from gm.get_submodule(str(node.target)).modules()
         elif node.op == "call_function":
-            yield node.target
-            yield getattr(node.target, "function", None)  # an autograd.Function
+            yield code_of_call(node.target)
 
 
 def _variables(

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.graph import HANDED
-from fxpipe.trace import trace
+from fxpipe.trace import examine_users_code, trace
 from tests.zoo import outputs_of_loop
 
 CHUNKS = 4
 TWO = ["cpu"] * 2
 LAST: Tensor | None = None
+KEPT: dict[str, Tensor] = {}
 
 
 def x() -> Tensor:
@@ -141,7 +142,9 @@ def test_where_no_other_cut_is_left_it_is_said_why() -> None:
 
 
 def handed(model: nn.Module) -> list[str]:
-    graph = trace(model, (x(),)).graph_module.graph
+    traced = trace(model, (x(),))
+    examine_users_code(model, (x(),), {}, traced, [0])
+    graph = traced.graph_module.graph
     return [node.name for node in graph.nodes if HANDED in node.meta]
 
 
@@ -168,3 +171,50 @@ def test_they_are_known_where_the_graph_is_from_the_cache(tmp_path: Path) -> Non
         with pipe, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert torch.equal(pipe(x()), expected)
+
+
+def with_dropout_in_a_hook() -> nn.Module:
+    model = nn.Sequential(*layers(4))
+    for module in model[0], model[4]:
+        module.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
+    return model
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_a_hook_draws_depends_on_the_seed_only(checkpoint: str) -> None:
+    model, found = with_dropout_in_a_hook(), []
+    for devices, modes in (["cpu"], "never"), (TWO, checkpoint):
+        own = copy.deepcopy(model)
+        with fxpipe.compile(own, devices, chunks=CHUNKS, checkpoint=modes) as pipe:
+            pipe.prepare(x())
+            torch.manual_seed(0)
+            output = pipe(x())
+            output.square().sum().backward()
+        found.append([output, *(each.grad for each in own.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@torch.library.custom_op("fxpipe_tests::put", mutates_args=())
+def put(x: Tensor) -> Tensor:
+    KEPT["x"] = x.clone()
+    return x.clone()
+
+
+@torch.library.custom_op("fxpipe_tests::get", mutates_args=())
+def get(x: Tensor) -> Tensor:
+    return x + KEPT["x"]
+
+
+class ByOperators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(get(self.layers(put(x))))
+
+
+def test_operators_of_the_users_may_hand_something_over_as_well() -> None:
+    for operator in put, get:
+        operator.register_fake(torch.empty_like)
+    assert handed(ByOperators()) == ["put_default", "get_default"]
