@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dis
 import os
 import threading
 from collections import deque
@@ -52,6 +51,7 @@ from fxpipe.trace.outer import (
     Key,
     classes_of,
     functions_of,
+    globals_read,
     is_users,
     is_users_class,
     thread_local_read_by,
@@ -207,7 +207,7 @@ def _variables(
         scope, code = function.__globals__, function.__code__
         if is_installed(code.co_filename):
             continue
-        for name in _globals_in(code):
+        for name in sorted(globals_read(code)):
             if name in scope:
                 said = f"the global variable {name} of {function.__module__}"
                 yield (id(scope), name), _Variable(partial(scope.get, name, MISSING), said)
@@ -342,14 +342,6 @@ def _has_parts(value: Any) -> bool:
     if issubclass(kind, nn.Module) or not hasattr(value, "__dict__"):
         return False
     return hasattr(kind, "__dataclass_fields__") or is_users_class(kind)
-
-
-@lru_cache(maxsize=4096)
-def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """The names that code, and the functions within it, read as global variables."""
-    loads = "LOAD_GLOBAL", "LOAD_NAME"
-    read = {each.argval for each in dis.get_instructions(code) if each.opname in loads}
-    return tuple(sorted(read.union(*map(_globals_in, _within(code)))))
 
 
 @lru_cache(maxsize=4096)

@@ -211,7 +211,7 @@ def _assigned_in(function: FunctionType) -> Iterator[OuterVariable]:
     for name in sorted(stores["STORE_GLOBAL"]):
         yield OuterVariable(scope, name, f"the global variable {name} of {function.__module__}")
     for name in sorted(stores["STORE_ATTR"]):
-        for module in sorted(scope.keys() & set(_names(code))):
+        for module in sorted(scope.keys() & globals_read(code)):
             if _is_users_module(scope[module], module):
                 said = f"the global variable {name} of {module}"
                 yield OuterVariable(vars(scope[module]), name, said)
@@ -236,6 +236,15 @@ def _stores(code: CodeType) -> dict[str, frozenset[str]]:
         kind: frozenset(name for each, name in own if each == kind).union(*(s[kind] for s in inner))
         for kind in _STORES
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_read(code: CodeType) -> frozenset[str]:
+    """The global variables that code reads, that of the functions within it included. (The names in
+    code are those of attributes, too.)"""
+    inner = (globals_read(each) for each in code.co_consts if isinstance(each, CodeType))
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own.union(*inner))
 
 
 def globals_assigned(code: CodeType) -> frozenset[str]:
@@ -431,7 +440,7 @@ def _read_by(value: Any) -> Iterable[_Named]:
 def _read_by_function(function: FunctionType) -> Iterator[_Named]:
     code, scope = function.__code__, function.__globals__
     names = set(_names(code))
-    for name in sorted(names & scope.keys()):
+    for name in sorted(scope.keys() & globals_read(code)):
         value = scope[name]
         yield f"the global variable {name} of {function.__module__}", value
         if _is_users_module(value, name):
