@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import TorchDispatchMode
-from fxpipe.ir.structure import leaves
 from fxpipe.trace.errors import Refused, source_line
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import code_of_call
-from fxpipe.trace.gradients import has_gradient
-from fxpipe.trace.isolation import parameters_put_back, untouched
 
 
 def refuse(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
@@ -39,17 +36,9 @@ def refuse(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
     functions = {f for node in gm.graph.nodes if (f := _function(node)) is not None}
     if not functions:
         return
-    with untouched(example.model), parameters_put_back(example.model), torch.enable_grad():
-        found = gm.forward(*(tensor.clone() for tensor in tensors))
-        outputs = [value for _, value in leaves(found) if has_gradient(value)]
-        trained = [*example.trained.values()]
-        if not outputs or not trained:
-            return
-        seen = _DrawsWithin({function.backward.__code__ for function in functions})
-        with seen:
-            torch.autograd.grad(
-                outputs, trained, [torch.ones_like(each) for each in outputs], allow_unused=True
-            )
+    seen = _DrawsWithin({function.backward.__code__ for function in functions})
+    with seen:
+        example.run(tensors, traced, backward=example.trained)
     if seen.line:
         raise Refused(
             f"the backward of an autograd Function draws random numbers (at {seen.line}), whose "
