@@ -93,7 +93,7 @@ class _Called:
             for value in refers_to(each):
                 state.look_into(value)
         for code in (*self.modules, *self.functions):
-            for _, value in read_by(code):
+            for _, value in read_by(code, but_installed=True):
                 state.look_into(value)
         return state
 
@@ -101,7 +101,9 @@ class _Called:
     def things(self) -> list[Any]:
         """What the code may change."""
         codes = (*self.modules, *self.functions)
-        variables = (variable for code in codes for variable in assigned_by(code))
+        variables = (
+            variable for code in codes for variable in assigned_by(code, but_installed=True)
+        )
         return [*self.modules, *self.state.recorded, *variables]
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,24 @@ def test_operators_of_the_users_may_hand_something_over_as_well() -> None:
     for operator in put, get:
         operator.register_fake(torch.empty_like)
     assert handed(ByOperators()) == ["put_default", "get_default"]
+
+
+class Instances(OrderedDict[str, type]):
+    """Makes an object of the class that it is asked for, as tables of transformers do."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Instances(tanh=nn.Tanh)
+
+
+class Looks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool((x > 100).any()) else ACTIVATIONS["tanh"](x)
+
+
+def test_a_table_that_makes_what_it_is_asked_for_has_what_it_had() -> None:
+    with fxpipe.compile(nn.Sequential(Looks(), *layers(2)), TWO, chunks=CHUNKS) as pipe:
+        pipe(x())
+    assert dict.__getitem__(ACTIVATIONS, "tanh") is nn.Tanh
