@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.checkpointing.regions import WITHIN
 from passes import Pass
 from passes.common.modes import AUTO, Modes
 from passes.common.segments import Segments, counts, is_open, simplest
+from passes.common.values_given import given_values
 from passes.partition.automatic import cut_around
 from passes.partition.pieces import warn_of_the_heaviest
 from passes.partition.problem import order_of_sums, reads_before_writes, together
@@ -138,8 +138,7 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
         if isinstance(value, nn.Parameter):
             yield path
         elif isinstance(value, nn.Module):
-            given = node.args[1] if node.target is ops.call else {}
-            assert isinstance(given, Mapping)
+            _, given = given_values(node) or (source, {})
             for name, _ in value.named_parameters():
                 if name not in given:
                     yield f"{path}.{name}".rpartition(WITHIN)[2]

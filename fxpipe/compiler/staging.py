@@ -72,6 +72,7 @@ from fxpipe.trace import (
     NeedsValues,
     Traced,
     TraceError,
+    examine_users_code,
     runs_alike,
     trace,
     untouched,
@@ -535,6 +536,9 @@ class Staging(ABC):
                         any_size=any_size,
                         check=has_values,
                     )
+        if has_values:
+            in_one_lane = len(self.options.devices) == 1
+            examine_users_code(model, *inputs, traced, varying, in_one_lane=in_one_lane)
         if entry is None:
             self._slot.note(traced, model)
         traced.refused_sizes |= meaning.refused_sizes

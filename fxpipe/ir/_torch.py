@@ -39,6 +39,9 @@ from torch._guards import TracingContext, tracing
 # The function that torch.export's graphs call in place of a torch.autocast.
 from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 
+# The definitions of operators that are written in Python, by their names.
+from torch._library.custom_ops import OPDEFS
+
 # The type of the operators in the graphs of torch.export.
 from torch._ops import OpOverload
 
@@ -112,6 +115,13 @@ __all__ = [
 def schema_of(target: Any) -> Any:
     """The schema of an operator, which says what it writes to; None for what is no operator."""
     return getattr(target, "_schema", None)
+
+
+def function_of_operator(operator: OpOverload) -> Any:
+    """The function in Python that defines an operator (``torch.library.custom_op``); None for any
+    other operator."""
+    definition = OPDEFS.get(str(operator.name()))  # type: ignore[no-untyped-call]
+    return None if definition is None else definition._init_fn
 
 
 def is_wrapped(function: Any) -> bool:

@@ -50,6 +50,7 @@ SAME_AS = "same_as"  #: tuple[str, ...]: the nodes whose tensors this one return
 NO_BACKWARD = "no_backward"  #: True where a gradient is required, but no backward computes it
 WRITTEN = "written"  #: True at the placeholder of an input that is written to
 SEED = "seed"  #: True at the placeholder of the seed
+DRAWS = "draws"  #: str: that its own code draws random numbers, on the "host" or by "torch"
 RANDOM = "random"  #: True where random numbers are drawn
 ON_THE_HOST = "on_the_host"  #: True where Python's ``random`` or NumPy draws them
 OF_THE_STEP = "of_the_step"  #: True at an input whose value a step gives, and not its caller

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -44,6 +45,9 @@ from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec
 from passes.partition.problem import Beside
 from passes.partition.ways import Change, ways_out
+
+ADVICE_S = 60.0
+"""For how many seconds of the CPU changes are tried, to say with which a model would fit."""
 
 
 def sketch(
@@ -463,7 +467,11 @@ class PlanQuestion:
         }
         report_progress("what would fit")
         PLAN.info("other options are tried, to say with which the model would fit")
-        return ways_out(self._tells, {k: v for k, v in settings.items() if v}, len(self.specs))
+        given = {name: values for name, values in settings.items() if values}
+        end = time.process_time() + ADVICE_S
+        return ways_out(
+            self._tells, given, len(self.specs), is_over=lambda: time.process_time() > end
+        )
 
     @property
     def _other_modes(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -158,12 +158,16 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def contents_of(value: Any) -> Any:
-    """A copy of what is in a container or an object; None if it is neither."""
+    """A copy of what is in a container or an object; None if it is neither. Code of the container's
+    own class does not run: that of a table may make what it is asked for."""
     if isinstance(value, Tensor | nn.Module | ModuleType) or callable(value):
         return None
-    for kind in (dict, list, set, deque, tuple):
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    kinds: tuple[Any, ...] = list, set, deque, tuple
+    for kind in kinds:
         if isinstance(value, kind):
-            return kind(value)
+            return kind(kind.__iter__(value))
     own = getattr(value, "__dict__", None)
     return dict(own) if isinstance(own, dict) else None
 
@@ -183,20 +187,22 @@ def refill(value: Any, contents: Any) -> None:
         value.update(contents)
     else:
         own = value if isinstance(value, dict) else vars(value)
+        kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
         if not same_entries(own, contents):
-            dict.clear(own)
-            dict.update(own, contents)
+            kind.clear(own)
+            kind.update(own, contents)
 
 
 def same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """Whether two dictionaries have the same keys, in the same order, with the very same values.
 
     Thousands of them are compared each time that a model is put back as it was, by functions in C.
+    Code of a class of dictionaries does not run.
     """
     if not one or not other:
         return not one and not other
-    is_same = len(one) == len(other) and all(map(operator.is_, one.values(), other.values()))
-    return is_same and list(one) == list(other)
+    values = map(operator.is_, dict.values(one), dict.values(other))
+    return len(one) == len(other) and all(values) and [*dict.keys(one)] == [*dict.keys(other)]
 
 
 def _are_same_objects(now: Any, before: Any) -> bool:

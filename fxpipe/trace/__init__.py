@@ -35,6 +35,7 @@ the random number generators as they were.
                          how parts are kept that torch.export cannot look into
     handed               what parts of a graph hand to each other through Python objects
     left_behind          what they leave there, which a loss may find
+    drawn_backwards      refuses random numbers in the backward of an autograd Function
     containers           notices lists that a call changes although its graph does not see it
     errors               messages for models that no front end can trace
 
@@ -60,7 +61,17 @@ from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, all_parts, leaves
 from fxpipe.ir.tensors import tensors_of
-from fxpipe.trace import checks, export, handed, layouts, outside, recorders, state, symbolic
+from fxpipe.trace import (
+    checks,
+    drawn_backwards,
+    export,
+    handed,
+    layouts,
+    outside,
+    recorders,
+    state,
+    symbolic,
+)
 from fxpipe.trace.attributes import attributes_refused
 from fxpipe.trace.errors import Refused, advice, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
@@ -89,6 +100,7 @@ __all__ = [
     "bound_arguments",
     "called",
     "canonical",
+    "examine_users_code",
     "parameters_put_back",
     "refuse_iterators",
     "refuse_lazy",
@@ -290,8 +302,43 @@ def traced_before(
                 checks.compare(example, [reference], traced, tolerance)
             except Refused as error:
                 raise TraceError(str(error)) from error
-            handed.note(example, reference.tensors, traced)
         return traced
+
+
+def examine_users_code(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    traced: Traced,
+    batch_dims: BatchDims,
+    *,
+    in_one_lane: bool = False,
+) -> None:
+    """Find out what the user's code does which a graph runs as it is: modules that are kept whole,
+    functions, and hooks. Nodes of it that hand something to each other are marked
+    (:mod:`fxpipe.trace.handed`).
+
+    Args:
+        in_one_lane: whether everything runs in one lane, and so in the same order in each run.
+
+    Raises:
+        TraceError: for random numbers in the backward of an autograd Function, in several lanes.
+    """
+    with LOCK:
+        example = Example.of(model, args, kwargs, batch_dims)
+        sizes = [size for size in (2, 3, 4) if size < (example.batch or 0)]
+        few = [example.resized(size) for size in sizes if size not in traced.refused_sizes]
+        for tensors in [*few[:1], example.tensors]:
+            try:
+                handed.note(example, tensors, traced)
+                if not in_one_lane:
+                    drawn_backwards.refuse(example, tensors, traced)
+                return
+            except Refused as error:
+                raise TraceError(str(error)) from None
+            except Exception as error:  # a graph may be for the example's size only
+                if not is_the_models(error) or tensors is example.tensors:
+                    raise
 
 
 def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
@@ -358,7 +405,6 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
             traced.tried = tuple(reasons)
             if references:
                 state.tell(example, references[0], changed, traced.graph_module)
-                handed.note(example, references[-1].tensors, traced)
             warn_of_what_is_gone(model, traced)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything

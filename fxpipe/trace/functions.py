@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import OpOverload, function_of_operator
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.writes import WrittenMemory, writes_counted
 from fxpipe.trace import whole
@@ -34,6 +35,15 @@ def as_callable(function: type) -> Callable[..., Any]:
     call.__name__, call.__module__ = function.__name__, function.__module__
     call.function = function  # type: ignore[attr-defined]
     return call
+
+
+def code_of_call(target: Any) -> Any:
+    """What the target of a ``call_function`` node runs: an autograd Function's class, the function
+    in Python that defines an operator, or the target itself, without what a front end has put
+    around it."""
+    if isinstance(target, OpOverload):
+        return function_of_operator(target)
+    return getattr(target, "function", None) or getattr(target, "__wrapped__", target)
 
 
 @dataclass
@@ -77,6 +87,7 @@ class Application:
             return self(*tensors)
 
         call.__name__, call.__module__ = self.function.__name__, self.function.__module__
+        call.function = self.function  # type: ignore[attr-defined]
         return graph.call_function(call, tuple(inputs))
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dis
 import os
 import threading
 from collections import deque
@@ -46,11 +45,13 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed
 from fxpipe.trace.errors import Refused
+from fxpipe.trace.functions import code_of_call
 from fxpipe.trace.outer import (
     THREAD_LOCAL,
     Key,
     classes_of,
     functions_of,
+    globals_read,
     is_users,
     is_users_class,
     thread_local_read_by,
@@ -193,8 +194,7 @@ def _called_as_they_are(gm: fx.GraphModule) -> Iterator[Any]:
         if node.op == "call_module":
             yield from gm.get_submodule(str(node.target)).modules()
         elif node.op == "call_function":
-            yield node.target
-            yield getattr(node.target, "function", None)  # an autograd.Function
+            yield code_of_call(node.target)
 
 
 def _variables(
@@ -207,7 +207,7 @@ def _variables(
         scope, code = function.__globals__, function.__code__
         if is_installed(code.co_filename):
             continue
-        for name in _globals_in(code):
+        for name in sorted(globals_read(code)):
             if name in scope:
                 said = f"the global variable {name} of {function.__module__}"
                 yield (id(scope), name), _Variable(partial(scope.get, name, MISSING), said)
@@ -342,14 +342,6 @@ def _has_parts(value: Any) -> bool:
     if issubclass(kind, nn.Module) or not hasattr(value, "__dict__"):
         return False
     return hasattr(kind, "__dataclass_fields__") or is_users_class(kind)
-
-
-@lru_cache(maxsize=4096)
-def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """The names that code, and the functions within it, read as global variables."""
-    loads = "LOAD_GLOBAL", "LOAD_NAME"
-    read = {each.argval for each in dis.get_instructions(code) if each.opname in loads}
-    return tuple(sorted(read.union(*map(_globals_in, _within(code)))))
 
 
 @lru_cache(maxsize=4096)

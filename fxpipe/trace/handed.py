@@ -14,6 +14,9 @@ earlier stage has left there of a later micro-batch. So the graph is run node by
 node were a stage of its own: each node takes all samples, and then the next one does. Where this
 gives another result than one sample after the other, the nodes that reach what one of them changes
 have to stay in one stage, in which one micro-batch comes after the other.
+
+The same run tells which of this code draws random numbers: passes call no hooks, and would not see
+a dropout in one, which needs a seed as any other.
 """
 
 from __future__ import annotations
@@ -29,16 +32,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.graph import HANDED, mutable
+from fxpipe.ir.graph import DRAWS, HANDED, mutable
 from fxpipe.ir.hooks import hooks_of, is_torchs
+from fxpipe.runtime.random import HostRandomState, RandomState, seeded_with_the_host
 from fxpipe.runtime.state import State, attributes_of, contents_of, same
 from fxpipe.runtime.writes import values_put_back, writes_counted
 from fxpipe.trace import checks
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.functions import code_of_call
 from fxpipe.trace.isolation import parameters_put_back, untouched
 from fxpipe.trace.left_behind import LeftBehind
 from fxpipe.trace.outer import OuterVariable, assigned_by, names_in, read_by, runs_users_code
 from fxpipe.trace.recorders import refers_to
+from fxpipe.trace.spread import devices_used
 from fxpipe.trace.state import rows_alike
 from fxpipe.trace.uneven import uneven
 
@@ -91,7 +97,10 @@ class _Called:
         """The values that the code reads by names, or that a function refers to."""
         codes = (*self.modules, *self.functions)
         referred = (value for each in self.functions for value in refers_to(each))
-        return [*referred, *(value for code in codes for _, value in read_by(code))]
+        return [
+            *referred,
+            *(value for code in codes for _, value in read_by(code, but_installed=True)),
+        ]
 
     @cached_property
     def _all_modules(self) -> list[nn.Module]:
@@ -112,7 +121,7 @@ class _Called:
     def things(self) -> list[Any]:
         """What the code may change."""
         codes = (*self.modules, *self.functions)
-        variables = (variable for code in codes for variable in assigned_by(code))
+        variables = (each for code in codes for each in assigned_by(code, but_installed=True))
         return [*self._all_modules, *self.tensors, *self.state.recorded, *variables]
 
     @cached_property
@@ -154,7 +163,7 @@ def _called(gm: fx.GraphModule, node: fx.Node, in_graph: Collection[int]) -> _Ca
         said = f"{node.target}{' (or a hook on it)' if hooks else ''}"
         return _Called(own, [*chain(*hooks.values())], said, in_graph) if own else None
     if node.op == "call_function":
-        code = getattr(node.target, "function", node.target)  # a class, if an autograd.Function
+        code = code_of_call(node.target)
         said = getattr(code, "__qualname__", node.name)
         return _Called((), (code,), said, in_graph) if runs_users_code(code) else None
     return None
@@ -240,16 +249,19 @@ class _Stepwise(fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.pieces = pieces
         self.numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+        self.devices = devices_used((*gm.parameters(), *gm.buffers()))
+        self.draws = self.draws_on_the_host = False
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Give the graph its inputs."""
         self.env, self.args_iter = {}, iter([tensor.clone() for tensor in tensors])
 
-    def step(self, node: fx.Node) -> Any:
-        """Run one node, and return what it gives."""
-        torch.manual_seed(self.numbers[node])
-        self.env[node] = self.run_node(node)
-        return self.env[node]
+    def step(self, node: fx.Node) -> None:
+        """Run one node, and note whether it draws random numbers, and whether on the host."""
+        with seeded_with_the_host(self.numbers[node], self.devices):
+            random, host = RandomState(self.devices), HostRandomState()
+            self.env[node] = self.run_node(node)
+            self.draws, self.draws_on_the_host = random.has_changed, host.has_changed
 
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[Any, Any]:
         """The arguments of a node, with lists and dicts that its function may write to."""
@@ -257,7 +269,8 @@ class _Stepwise(fx.Interpreter):
         return mutable(args), mutable(dict(kwargs))
 
     def changed_by(self, tensors: Sequence[Tensor]) -> list[LeftBehind]:
-        """The objects, modules and variables that pieces change in a run on these inputs."""
+        """What pieces change in a run on these inputs. Pieces that draw random numbers are marked
+        by ``meta["draws"]``."""
         self.start(tensors)
         changed: list[LeftBehind] = []
         for node in self.numbers:
@@ -265,6 +278,8 @@ class _Stepwise(fx.Interpreter):
             things = [] if piece is None else piece.things
             before = [_contents(thing) for thing in things]
             self.step(node)
+            if piece is not None and (self.draws or self.draws_on_the_host):
+                node.meta[DRAWS] = "host" if self.draws_on_the_host else "torch"
             for thing, contents in zip(things, before, strict=True):
                 if piece is not None and not _are_same(contents, now := _contents(thing)):
                     names = _names_changed(thing, contents, now)

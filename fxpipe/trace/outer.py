@@ -186,10 +186,10 @@ def _kept(model: nn.Module) -> Iterator[_Named]:
             yield name, value
 
 
-def assigned_by(code: Any) -> Iterable[OuterVariable]:
+def assigned_by(code: Any, *, but_installed: bool = False) -> Iterable[OuterVariable]:
     """The variables that a model's forward, a function or a class assigns to, as far as they are
-    found by names."""
-    values = [value for _, value in read_by(code)]
+    found by names. ``but_installed``: as for :func:`read_by`."""
+    values = [value for _, value in read_by(code, but_installed=but_installed)]
     functions = [each for each in values if isinstance(each, FunctionType) and is_users(each)]
     found = [variable for each in functions for variable in _assigned_in(each)]
     names = {name for each in functions for name in _stores(each.__code__)["STORE_ATTR"]}
@@ -211,7 +211,7 @@ def _assigned_in(function: FunctionType) -> Iterator[OuterVariable]:
     for name in sorted(stores["STORE_GLOBAL"]):
         yield OuterVariable(scope, name, f"the global variable {name} of {function.__module__}")
     for name in sorted(stores["STORE_ATTR"]):
-        for module in sorted(scope.keys() & set(_names(code))):
+        for module in sorted(scope.keys() & globals_read(code)):
             if _is_users_module(scope[module], module):
                 said = f"the global variable {name} of {module}"
                 yield OuterVariable(vars(scope[module]), name, said)
@@ -236,6 +236,15 @@ def _stores(code: CodeType) -> dict[str, frozenset[str]]:
         kind: frozenset(name for each, name in own if each == kind).union(*(s[kind] for s in inner))
         for kind in _STORES
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_read(code: CodeType) -> frozenset[str]:
+    """The global variables that code reads, that of the functions within it included. (The names in
+    code are those of attributes, too.)"""
+    inner = (globals_read(each) for each in code.co_consts if isinstance(each, CodeType))
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own.union(*inner))
 
 
 def globals_assigned(code: CodeType) -> frozenset[str]:
@@ -266,7 +275,9 @@ def classes_of(model: nn.Module, but: Iterable[Any] = ()) -> list[type]:
     return list(filter(is_users_class, classes))
 
 
-def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
+def _read(
+    model: nn.Module, but: Sequence[Any] = (), *, but_installed: bool = False
+) -> Iterator[list[_Named]]:
     """What the code of a model's forward reads by names, what the functions among this read, and so
     on: a list for each of these levels."""
     left_out = {id(each) for each in but}
@@ -276,15 +287,17 @@ def _read(model: nn.Module, but: Sequence[Any] = ()) -> Iterator[list[_Named]]:
     values = [pair for pair in own if callable(pair[1])]
     values += [part for _, value in own if isinstance(value, _BASES) for part in _read_by(value)]
     values += [pair for kind in classes for pair in _called_by_python(kind)]
-    yield from _followed(values, classes, {id(value) for _, value in values} | left_out)
+    known = {id(value) for _, value in values} | left_out
+    yield from _followed(values, classes, known, but_installed=but_installed)
 
 
 def _followed(
-    values: list[_Named], classes: Iterable[type], known: set[int]
+    values: list[_Named], classes: Iterable[type], known: set[int], *, but_installed: bool = False
 ) -> Iterator[list[_Named]]:
     """These values, what the functions among them read by names, what the functions among that
     read, and so on. ``classes``: those whose objects may have what is read of any object;
-    ``known``: the ids of the values that are not followed again."""
+    ``known``: the ids of the values that are not followed again; ``but_installed``: whether code
+    of installed packages is not followed."""
     names = {"forward"}
     for _ in range(_DEPTH):
         for kind in classes:
@@ -292,15 +305,27 @@ def _followed(
         yield values
         functions = [f for _, f in values if isinstance(f, FunctionType) and is_users(f)]
         names = {name for function in functions for name in _names(function.__code__)}
-        values = [part for _, value in values for part in _new(_read_by(value), known)]
+        followed = (value for _, value in values if not (but_installed and _is_installed(value)))
+        values = [part for value in followed for part in _new(_read_by(value), known)]
 
 
-def read_by(code: Any) -> Iterator[_Named]:
+def read_by(code: Any, *, but_installed: bool = False) -> Iterator[_Named]:
     """What a model's forward, a function or a class reads by names, what the functions among this
-    read, and so on."""
-    is_module = isinstance(code, nn.Module)
-    levels = _read(code) if is_module else _followed([("", code)], (), {id(code)})
+    read, and so on. ``but_installed``: not what code of installed packages reads, of which nobody
+    changes anything but these themselves."""
+    if isinstance(code, nn.Module):
+        levels = _read(code, but_installed=but_installed)
+    else:
+        levels = _followed([("", code)], (), {id(code)}, but_installed=but_installed)
     return (pair for level in levels for pair in level)
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether a value is a function or a class of an installed package."""
+    if isinstance(value, FunctionType):
+        return is_installed(value.__code__.co_filename)
+    module = sys.modules.get(value.__module__) if isinstance(value, type) else None
+    return is_installed(str(getattr(module, "__file__", None) or ""))
 
 
 def runs_users_code(code: Any) -> bool:
@@ -431,7 +456,7 @@ def _read_by(value: Any) -> Iterable[_Named]:
 def _read_by_function(function: FunctionType) -> Iterator[_Named]:
     code, scope = function.__code__, function.__globals__
     names = set(_names(code))
-    for name in sorted(names & scope.keys()):
+    for name in sorted(scope.keys() & globals_read(code)):
         value = scope[name]
         yield f"the global variable {name} of {function.__module__}", value
         if _is_users_module(value, name):

@@ -58,6 +58,15 @@ class Proxy(fx.Proxy):
             return type(tracer.real(self))
         return Proxy
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that the user has set on a parameter or a buffer; for any other, a node."""
+        if self.node.op == "get_attr" and not hasattr(Tensor, name):
+            tracer: Any = self.tracer
+            own = vars(tracer.real(self))
+            if name in own and not isinstance(own[name], Tensor):
+                return own[name]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name):  # any other is an attribute of the model's own
             tracer: Any = self.tracer

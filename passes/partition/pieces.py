@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from networkx.utils import UnionFind
 from torch import fx, nn
 
-from fxpipe import ops
 from fxpipe.ir._torch import wrap_with_set_grad_enabled
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, HANDED, WHOLE, attribute, stage_nodes
@@ -29,6 +28,7 @@ from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
 from fxpipe.runtime.random import unseeded
 from passes.common.names import calls_of
+from passes.common.values_given import given_values
 from passes.partition.problem import together
 
 MOST = 0.75  # if one piece takes a larger part of the time, the user is warned
@@ -168,13 +168,12 @@ def _module(node: fx.Node) -> nn.Module | None:
     gm = node.graph.owning_module
     if gm is None:
         return None
-    called, args = node.target, node.args
-    if node.op == "call_module":
-        module = gm.get_submodule(str(node.target))
-        called = unseeded(module)
-        args = args if called is module else args[1:]  # a seed comes first
-    if called is ops.call and isinstance(args[0], fx.Node):
-        called = attribute(gm, str(args[0].target))
+    if (found := given_values(node)) is not None:
+        called = attribute(gm, str(found[0].target))
+    elif node.op == "call_module":
+        called = unseeded(gm.get_submodule(str(node.target)))
+    else:
+        return None
     return called if isinstance(called, nn.Module) else None
 
 

@@ -40,7 +40,10 @@ class Change:
 
 
 def ways_out(
-    fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]], devices: int
+    fits: Callable[[Change], bool],
+    settings: Mapping[str, Sequence[Any]],
+    devices: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> str:
     """The changes that would make the model fit, as a sentence for the error message.
 
@@ -48,18 +51,29 @@ def ways_out(
         fits: tells whether the model fits after a change.
         settings: for each setting the values to try in place of the present one, the mildest first.
         devices: the present number of devices.
+        is_over: whether the time for this is over, so that nothing more is tried. To cut a large
+            model for many more devices takes minutes, which nobody waits for to read an error.
     """
-    found = _of_settings(fits, settings)
+
+    def fits_in_time(change: Change) -> bool:
+        return not is_over() and fits(change)
+
+    found = _of_settings(fits_in_time, settings)
     fewest = MORE * devices + 1
     for chosen in _kinds(settings):
         if not any(way.settings.keys() <= set(chosen) for way in found if way.devices is None):
             change = Change({name: settings[name][0] for name in chosen})
-            count = _count(fits, change, devices, fewest)
+            count = _count(fits_in_time, change, devices, fewest)
             if count < fewest:
                 found.append(Change(change.settings, count))
                 fewest = count
     if found:
         return f"it would fit with {_listed([str(way) for way in found])}"
+    if is_over():
+        return (
+            "no change that makes it fit has been found in the time that is taken for advice: give "
+            "devices with more memory, or more of them"
+        )
     tried = ", ".join([*settings, f"up to {MORE * devices} devices"])
     return f"nothing that was tried makes it fit ({tried}): give devices with more memory"
 

@@ -46,6 +46,7 @@ from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.graph import (
     AGAIN,
     ALIAS,
+    DRAWS,
     HANDED,
     NO_BACKWARD,
     ON_THE_HOST,
@@ -241,7 +242,8 @@ class _Watcher(FakeInterpreter):
         module = self._users_module(n)
         host = None if module is None else HostRandomState()
         value = super().run_node(n)
-        if host is not None and (host.has_changed or draws_on_the_host(module)):
+        drew_on_the_host = host is not None and (host.has_changed or draws_on_the_host(module))
+        if drew_on_the_host or n.meta.get(DRAWS) == "host":
             n.meta[RANDOM] = n.meta[ON_THE_HOST] = True
         written = {
             memory_of(tensor)
@@ -252,7 +254,7 @@ class _Watcher(FakeInterpreter):
             self.written[n] = written
         for tensor in own.values():
             self.owners.setdefault(memory_of(tensor), set()).add(n)
-        if self.randomness.has_drawn:
+        if self.randomness.has_drawn or DRAWS in n.meta:
             n.meta[RANDOM] = True
         if again := self._written_again(n, written, value):
             n.meta[AGAIN] = again

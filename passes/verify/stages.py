@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxpipe import ops
 from fxpipe.ir.graph import BROUGHT, ORIGIN, WRITES, attribute
 from fxpipe.runtime.compiled.stage import as_it_is
+from passes.common.values_given import given_values
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,10 @@ def _parameters(gm: fx.GraphModule) -> Iterator[tuple[int, str]]:
 
 def _given(module: fx.Node) -> set[str]:
     """The names of a module's parameters for which each call of it is given other values."""
-    calls = [user for user in module.users if user.target is ops.call]
+    calls = [found for user in module.users if (found := given_values(user)) is not None]
     if module.op != "get_attr" or len(calls) != len(module.users) or not calls:
         return set()
-    given: list[set[str]] = [set(call.args[1]) for call in calls]  # type: ignore[arg-type]
-    return set.intersection(*given)
+    return set.intersection(*(set(values) for _, values in calls))
 
 
 def writes_to_what_it_is_given(module: Any) -> tuple[fx.Node, str] | None:

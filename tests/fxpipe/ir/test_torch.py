@@ -106,6 +106,15 @@ def test_a_dispatch_mode_sees_operators_which_are_overloads_with_a_schema():
     assert does_not_exist_in_public(_torch.OpOverload, "schema")
 
 
+def test_an_operator_that_is_written_in_python_is_known_with_its_function():
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    torch.library.custom_op("fxpipe_tests::double", double, mutates_args=())
+    assert _torch.function_of_operator(torch.ops.fxpipe_tests.double.default) is double
+    assert _torch.function_of_operator(torch.ops.aten.add.Tensor) is None
+
+
 def test_kernels_in_python_run_where_those_in_c_need_values():
     with _torch.enable_python_dispatcher():
         assert torch.ones(2).add(1).tolist() == [2, 2]

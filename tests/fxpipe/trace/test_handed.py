@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.graph import HANDED
-from fxpipe.trace import trace
+from fxpipe.trace import Traced, examine_users_code, trace
 from tests.zoo import outputs_of_loop
 
 CHUNKS = 4
 TWO = ["cpu"] * 2
 LAST: Tensor | None = None
+KEPT: dict[str, Tensor] = {}
 
 
 def x() -> Tensor:
@@ -158,8 +160,14 @@ def test_where_no_other_cut_is_left_it_is_said_why() -> None:
         fxpipe.compile(model, TWO, chunks=CHUNKS)(x())
 
 
+def examined(model: nn.Module) -> Traced:
+    traced = trace(model, (x(),))
+    examine_users_code(model, (x(),), {}, traced, [0])
+    return traced
+
+
 def handed(model: nn.Module) -> list[str]:
-    graph = trace(model, (x(),)).graph_module.graph
+    graph = examined(model).graph_module.graph
     return [node.name for node in graph.nodes if HANDED in node.meta]
 
 
@@ -177,7 +185,7 @@ def test_what_hooks_leave_is_noted_with_the_code_that_does_so() -> None:
     model, kept = nn.Sequential(*layers(3)), dict[str, Tensor]()
     model[0].register_forward_hook(lambda module, args, output: kept.update(h=output))
     model[2].register_forward_hook(lambda module, args, output: setattr(model, "h", output))
-    in_dict, on_model = trace(model, (x(),)).left
+    in_dict, on_model = examined(model).left
     assert in_dict.thing is kept and in_dict.by == "0 (or a hook on it)"
     assert on_model.thing is model and on_model.names == {"h"}
 
@@ -191,7 +199,7 @@ def test_those_that_hand_something_over_are_known() -> None:
 def test_tensors_to_which_hooks_write_are_as_they_were_after_a_trace() -> None:
     model, kept = nn.Sequential(*layers(3)), torch.zeros(6)
     model[0].register_forward_hook(lambda module, args, output: none_of(kept.add_(output.sum(0))))
-    (left,) = trace(model, (x(),)).left
+    (left,) = examined(model).left
     assert left.thing is kept and not kept.any()
 
 
@@ -204,3 +212,71 @@ def test_they_are_known_where_the_graph_is_from_the_cache(tmp_path: Path) -> Non
         with pipe, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert torch.equal(pipe(x()), expected)
+
+
+def with_dropout_in_a_hook() -> nn.Module:
+    model = nn.Sequential(*layers(4))
+    for module in model[0], model[4]:
+        module.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
+    return model
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_a_hook_draws_depends_on_the_seed_only(checkpoint: str) -> None:
+    model, found = with_dropout_in_a_hook(), []
+    for devices, modes in (["cpu"], "never"), (TWO, checkpoint):
+        own = copy.deepcopy(model)
+        with fxpipe.compile(own, devices, chunks=CHUNKS, checkpoint=modes) as pipe:
+            pipe.prepare(x())
+            torch.manual_seed(0)
+            output = pipe(x())
+            output.square().sum().backward()
+        found.append([output, *(each.grad for each in own.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@torch.library.custom_op("fxpipe_tests::put", mutates_args=())
+def put(x: Tensor) -> Tensor:
+    KEPT["x"] = x.clone()
+    return x.clone()
+
+
+@torch.library.custom_op("fxpipe_tests::get", mutates_args=())
+def get(x: Tensor) -> Tensor:
+    return x + KEPT["x"]
+
+
+class ByOperators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(get(self.layers(put(x))))
+
+
+def test_operators_of_the_users_may_hand_something_over_as_well() -> None:
+    for operator in put, get:
+        operator.register_fake(torch.empty_like)
+    assert handed(ByOperators()) == ["put_default", "get_default"]
+
+
+class Instances(OrderedDict[str, type]):
+    """Makes an object of the class that it is asked for, as tables of transformers do."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Instances(tanh=nn.Tanh)
+
+
+class Looks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool((x > 100).any()) else ACTIVATIONS["tanh"](x)
+
+
+def test_a_table_that_makes_what_it_is_asked_for_has_what_it_had() -> None:
+    with fxpipe.compile(nn.Sequential(Looks(), *layers(2)), TWO, chunks=CHUNKS) as pipe:
+        pipe(x())
+    assert dict.__getitem__(ACTIVATIONS, "tanh") is nn.Tanh

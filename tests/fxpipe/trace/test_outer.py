@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.trace.isolation import untouched
+from fxpipe.trace.outer import globals_read
 from tests.fxpipe.trace import small
 
 CALLS, LAST, HANDLER = 0, None, None
@@ -408,3 +409,23 @@ def test_what_the_first_call_makes_is_not_told_and_what_it_makes_known_elsewhere
         assert LAST is None and logging.getLogger(__name__).handlers == [HANDLER]
         assert torch.equal(output, torch.cat([model(part) for part in x.chunk(2)]))
         assert torch.equal(pipe(x), output)
+
+
+head = nn.LazyBatchNorm1d()
+
+
+class NamedAlike(nn.Module):
+    """Has an attribute with the name of a global variable, which its forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def test_a_global_variable_with_the_name_of_an_attribute_is_not_read() -> None:
+    assert globals_read(NamedAlike.forward.__code__) == frozenset()
+    with fxpipe.compile(NamedAlike(), ["cpu"], chunks=2) as pipe:
+        assert pipe(small.x()).shape == (4, 8)

@@ -117,3 +117,18 @@ def test_what_is_written_to_an_attribute_of_a_value_is_not_lost(write):
     pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=example)
     x, mask = torch.randn(4, 4), torch.zeros(4, 4)
     torch.testing.assert_close(pipe(x, mask), copy.deepcopy(model)(x, mask))
+
+
+def test_an_attribute_that_is_set_on_a_parameter_is_known():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.a.weight.scale = 0.5
+
+        def forward(self, x):
+            return self.b(self.a(x) * self.a.weight.scale)
+
+    model, x = Net(), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))

@@ -49,6 +49,20 @@ def test_no_more_devices_are_tried_than_are_needed():
     assert tried == [9, 10, 12, 11]
 
 
+def test_nothing_more_is_tried_when_the_time_is_over():
+    tried = []
+
+    def fits(change):
+        tried.append(change.devices)
+        return change.devices >= 12
+
+    for count, found in (2, "no change that makes it fit has been found in the time"), (3, "12"):
+        tried.clear()
+        is_over = lambda count=count: len(tried) >= count  # noqa: E731
+        assert found in ways_out(fits, {}, 8, is_over)
+        assert tried == [9, 10, 12][:count]
+
+
 def test_devices_for_which_a_model_has_too_few_parts_do_not_hide_fewer_that_are_enough():
     assert said(lambda c: c.devices in (4, 5), {}, 3) == "it would fit with 4 devices"
 
