@@ -29,7 +29,7 @@ that uses it has to stay in one stage, where one micro-batch comes after the oth
     z = y - mean                            reads it: in the same stage
 
 The same holds for nodes that hand something to each other through a Python object, which a front
-end has found out (:mod:`fxpipe.trace.handed`).
+end has found out (``fxpipe.trace.handed``).
 """
 
 from __future__ import annotations
