@@ -73,6 +73,7 @@ class StagesBeside:
             if each.op == "get_attr"
         ]
         written = [*(attribute(model_graph, path) for path in paths), *updated]
+        written = [each for each in written if isinstance(each, Tensor)]  # it may be None by now
         return StagesBeside(
             left,
             frozenset(map(memory_of, (*own, *updated))),

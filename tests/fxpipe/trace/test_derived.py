@@ -21,9 +21,12 @@ def test_memory_of_a_derived_tensor_may_be_used_again() -> None:
     """A tensor gets the memory of one that is freed ahead of it."""
     weight = torch.ones(4096)
     with Derived([weight]) as derived:
-        made = 2 * weight
-        place = made.data_ptr()
-        del made
-        others = [torch.ones(4096) for _ in range(8)]
-    assert place in {other.data_ptr() for other in others}
-    assert not any(map(derived.has, others))
+        for _ in range(100):  # the allocator may join what is freed with what lies ahead of it
+            made = 2 * weight
+            place = made.data_ptr()
+            del made
+            other = torch.ones(4096)
+            if other.data_ptr() == place:
+                break
+    assert other.data_ptr() == place
+    assert not derived.has(other)
