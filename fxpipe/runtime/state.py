@@ -162,6 +162,8 @@ def contents_of(value: Any) -> Any:
     own class does not run: that of a table may make what it is asked for."""
     if isinstance(value, Tensor | nn.Module | ModuleType) or callable(value):
         return None
+    if isinstance(value, OrderedDict):  # it has an order of its own, which move_to_end changes
+        return {key: dict.__getitem__(value, key) for key in OrderedDict.__iter__(value)}
     if isinstance(value, dict):
         return dict(dict.items(value))
     kinds: tuple[Any, ...] = list, set, deque, tuple
@@ -201,6 +203,7 @@ def same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """
     if not one or not other:
         return not one and not other
+    one, other = (contents_of(d) if isinstance(d, OrderedDict) else d for d in (one, other))
     values = map(operator.is_, dict.values(one), dict.values(other))
     return len(one) == len(other) and all(values) and [*dict.keys(one)] == [*dict.keys(other)]
 

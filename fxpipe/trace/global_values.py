@@ -264,7 +264,8 @@ def _places(place: _Variable, names: frozenset[str], depth: int) -> Iterator[_Va
 
 
 def _referred_to(get: Callable[[], Any]) -> Any:
-    """What a weak reference refers to."""
+    """The object that a variable's weak reference refers to, None if it is gone; the value of the
+    variable, if that is no weak reference by now."""
     value = get()
     return value() if isinstance(value, ref) else value
 

@@ -68,7 +68,7 @@ def note(example: Example, tensors: Sequence[Tensor], traced: Traced) -> None:
         return
     with _as_it_runs(example.model):
         with _put_back(pieces.values()):
-            traced.left = _Stepwise(gm, pieces).changed_by(rows_alike(example, tensors, 0))
+            traced.left = _Stepwise(gm, pieces).changed_by(tensors)
         groups = [
             nodes
             for thing in {_key(each.thing): each.thing for each in traced.left}.values()
@@ -88,7 +88,7 @@ class _Called:
     modules: Sequence[nn.Module]
     functions: Sequence[Any]
     said: str
-    """The code in words, for a message."""
+    """The modules and hooks, or the function, in words: for a message about what they change."""
     in_graph: Collection[int] = ()
     """The ids of the buffers that the graph has."""
 
@@ -119,7 +119,7 @@ class _Called:
 
     @cached_property
     def things(self) -> list[Any]:
-        """What the code may change."""
+        """The modules, tensors, containers, objects and variables that the code may change."""
         codes = (*self.modules, *self.functions)
         variables = (each for code in codes for each in assigned_by(code, but_installed=True))
         return [*self._all_modules, *self.tensors, *self.state.recorded, *variables]
@@ -253,7 +253,7 @@ class _Stepwise(fx.Interpreter):
         self.draws = self.draws_on_the_host = False
 
     def start(self, tensors: Sequence[Tensor]) -> None:
-        """Give the graph its inputs."""
+        """Begin a run of the graph on copies of these inputs; :meth:`step` runs its nodes."""
         self.env, self.args_iter = {}, iter([tensor.clone() for tensor in tensors])
 
     def step(self, node: fx.Node) -> None:

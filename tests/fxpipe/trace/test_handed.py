@@ -280,3 +280,18 @@ def test_a_table_that_makes_what_it_is_asked_for_has_what_it_had() -> None:
     with fxpipe.compile(nn.Sequential(Looks(), *layers(2)), TWO, chunks=CHUNKS) as pipe:
         pipe(x())
     assert dict.__getitem__(ACTIVATIONS, "tanh") is nn.Tanh
+
+
+class OfUnequalRows(nn.Module):
+    """Is kept whole, and takes no rows that are all alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == x[:1]).all()):
+            raise ValueError("these rows are all alike")
+        return x * 2
+
+
+def test_a_model_that_takes_no_rows_that_are_alike_is_compiled() -> None:
+    model = nn.Sequential(OfUnequalRows(), *layers(2))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        assert torch.equal(pipe(x()), torch.cat(outputs_of_loop(model, (x(),), 2)))
