@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fxpipe
+from fxpipe.ir.heap import resident
 from tests.zoo import UNet, images, mean_loss
 
 SAMPLES = 20  # so often what is held is counted
@@ -51,10 +52,8 @@ class Held:
     def now(pipe: fxpipe.Pipeline | None = None) -> Held:
         """Count what this process holds now."""
         gc.collect()
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
         return Held(
-            pages * os.sysconf("SC_PAGE_SIZE"),
+            resident(),
             sum(issubclass(type(each), Tensor) for each in gc.get_objects()),
             _threads(),
             len(os.listdir("/proc/self/fd")),

@@ -513,6 +513,7 @@ class Staging(ABC):
         watch: Callable[[nn.Module], AbstractContextManager[Reads]] = (
             attributes_read if entry is None else lambda model: nullcontext({})
         )
+        give_back()  # what the check has freed: runs of the model take memory of their own
         with watch(model) as reads:
             if compared is not None and (
                 compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)

@@ -117,7 +117,8 @@ class Outside:
     def __init__(self, model: nn.Module) -> None:
         found = _FOUND.get(model)
         if found is None:
-            found = _FOUND[model] = list(_kept(model)), list(assigned_by(model))
+            read = list(read_by(model))
+            found = _FOUND[model] = list(_kept(read)), _assigned(model, read)
         kept, variables = found
         self._variables = [(variable, variable.get()) for variable in variables]
         self._noted = ASSIGNED.setdefault(model, set())
@@ -177,31 +178,37 @@ def _has_values(container: Any, depth: int = 3) -> bool:
     return any(_has_values(part, depth - 1) for part in parts)
 
 
-def _kept(model: nn.Module) -> Iterator[_Named]:
+def _kept(read: Iterable[_Named]) -> Iterator[_Named]:
     """The caches, and the containers, modules and parameters in global variables, classes, closures
-    and defaults, that the code of a model's forward reads, as far as they are found by names."""
+    and defaults, among what the code of a model's forward reads."""
     kinds = nn.Module, nn.Parameter
-    for name, value in read_by(model):
+    for name, value in read:
         if type(value) in (_Cache, *_CONTAINERS) or isinstance(value, kinds):
             yield name, value
 
 
-def assigned_by(code: Any, *, but_installed: bool = False) -> Iterable[OuterVariable]:
+def assigned_by(code: Any, *, but_installed: bool = False) -> list[OuterVariable]:
     """The variables that a model's forward, a function or a class assigns to, as far as they are
     found by names. ``but_installed``: as for :func:`read_by`."""
-    values = [value for _, value in read_by(code, but_installed=but_installed)]
+    return _assigned(code, read_by(code, but_installed=but_installed))
+
+
+def _assigned(code: Any, read: Iterable[_Named]) -> list[OuterVariable]:
+    """The variables that code assigns to. ``read``: what it reads by names."""
+    values = [value for _, value in read]
     functions = [each for each in values if isinstance(each, FunctionType) and is_users(each)]
     found = [variable for each in functions for variable in _assigned_in(each)]
     names = {name for each in functions for name in _stores(each.__code__)["STORE_ATTR"]}
-    read = [each for each in values if isinstance(each, type) and is_users_class(each)]
-    own = _classes(code) if isinstance(code, nn.Module) else []
-    for kind in dict.fromkeys([*own, *read]) if names else ():
+    kinds = [each for each in values if isinstance(each, type) and is_users_class(each)]
+    if names and isinstance(code, nn.Module):
+        kinds = [*_classes(code), *kinds]
+    for kind in dict.fromkeys(kinds) if names else ():
         for name in sorted(names):
             value = inspect.getattr_static(kind, name, MISSING)
             if value is not MISSING and not hasattr(value, "__get__"):  # of a method or a property
                 said = f"the class attribute {kind.__qualname__}.{name}"
                 found.append(OuterVariable(kind, name, said))
-    return {variable.key: variable for variable in found}.values()
+    return list({variable.key: variable for variable in found}.values())
 
 
 def _assigned_in(function: FunctionType) -> Iterator[OuterVariable]:
@@ -411,8 +418,11 @@ def _new(values: Iterable[_Named], known: set[int]) -> list[_Named]:
 def is_users_class(kind: type) -> bool:
     """Whether a class may be of the model's code. It is told by a function of the class or, where
     it has none, as one of settings, by its module."""
-    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
-    return is_users(functions[0]) if functions else is_users_type(kind)
+    if kind.__module__ == "builtins":
+        return False
+    functions = (each for each in vars(kind).values() if isinstance(each, FunctionType))
+    function = next(functions, None)
+    return is_users_type(kind) if function is None else is_users(function)
 
 
 def _is_users_object(value: Any) -> bool:

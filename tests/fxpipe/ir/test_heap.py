@@ -10,20 +10,14 @@ import pytest
 import torch
 
 from fxpipe.ir import heap
-from fxpipe.ir.heap import give_back
+from fxpipe.ir.heap import give_back, resident
 
-STATUS = Path("/proc/self/status")
+is_linux = Path("/proc/self/statm").exists()
 is_glibc = (
-    STATUS.exists()
+    is_linux
     and hasattr(ctypes.CDLL(None), "malloc_trim")
     and "LD_PRELOAD" not in os.environ  # which may load another allocator
 )
-
-
-def resident() -> int:
-    """The resident set of this process, in KiB."""
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.mark.skipif(not is_glibc, reason="the C library is not glibc")
@@ -33,8 +27,17 @@ def test_memory_between_pieces_that_are_in_use_goes_back_to_the_system():
     before = resident()
     del pieces
     give_back()
-    assert resident() < before - 80 * 2**10
+    assert resident() < before - 80 * 2**20
     assert all(bool(piece.all()) for piece in kept)
+
+
+@pytest.mark.skipif(not is_linux, reason="the system does not say how much memory is in use")
+def test_memory_counts_once_it_is_written_to():
+    before = resident()
+    piece = torch.empty(2**24)
+    assert resident() < before + 2**24
+    piece.fill_(1.0)
+    assert resident() >= before + 4 * 2**24
 
 
 def test_nothing_is_done_where_the_c_library_has_no_such_function(monkeypatch):

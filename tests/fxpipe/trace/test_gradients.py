@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -364,12 +366,25 @@ def test_memory_is_given_back_as_a_run_without_saved_tensors_goes_on(
 ) -> None:
     given: list[bool] = []
     monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
+    grown = itertools.count(0, gradients.AT_ONCE + 1)
+    monkeypatch.setattr(gradients, "resident", lambda: next(grown))
     rows = 2 * gradients.AT_ONCE // (20 * 8 * 4)
     without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
     assert 2 <= len(given) <= 4, "inputs of 19 layers, and results of 20 tanh"
     del given[:]
     with torch.device("meta"):
         without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
+    assert not given
+
+
+def test_memory_is_not_given_back_where_the_process_has_not_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
+    monkeypatch.setattr(gradients, "resident", lambda: 2**30)
+    monkeypatch.setattr(gradients, "AT_ONCE", 2000)
+    without_saved_tensors(lambda: Wide()(torch.ones(64, 8)))
     assert not given
 
 
