@@ -608,16 +608,21 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
 
 
 @_op
-def optimize(optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str]) -> None:
+def optimize(
+    optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str], later: Sequence[str] = ()
+) -> None:
     """Step the parameters of a stage whose gradients are done, if there is an optimizer.
 
     ::
 
         gradients --- optimizer --- parameters
 
-    ``shared``: the names of those parameters that live in another stage, and are stepped there.
+    Args:
+        shared: the names of those parameters that live in another stage, and are stepped there.
+        later: the names of those in whose memory another stage has another tensor, which it may
+            still read: they are stepped once all stages are done.
     """
-    _step.optimize(optimizer, stage, shared)
+    _step.optimize(optimizer, stage, shared, later)
 
 
 @_op

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from fxpipe import ops
 from fxpipe.compiler.bindings import bindings
 from fxpipe.ir.graph import FIRST, STAGE, attribute, stages_of
+from fxpipe.ir.tensors import overlapping
 from fxpipe.loading.storage import without_values
 from passes.partition.partition import PartitionError
 
@@ -57,6 +58,31 @@ def place(
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
     return {name: homes.get(id(tensor)) for name, tensor in without_values(model).items()}
+
+
+def refuse_separated(stage_graph: fx.GraphModule, places: Sequence[torch.device | int]) -> None:
+    """Raise PartitionError if tensors that share memory, such as two weights that have been tied by
+    their data, would be copied to memories of their own: what is written to one of them would not
+    change the other any more, as it does in the model.
+
+    ``places``: for each stage its device or, where ranks run the stages, its rank.
+    """
+    met: dict[int, tuple[Tensor, str, list[torch.device | int]]] = {}
+    for stage, place in zip(stages_of(stage_graph), places, strict=True):
+        for path, tensor in (*stage.named_parameters(), *_buffers(stage)):
+            met.setdefault(id(tensor), (tensor, path, []))[2].append(place)
+    for pair in overlapping(tensor for tensor, _, _ in met.values()):
+        (tensor, path, wanted), (_, other, also) = (met[id(each)] for each in pair)
+        found = list(dict.fromkeys([*wanted, *also]))
+        here = found[0] if isinstance(found[0], int) or tensor.is_meta else tensor.device
+        if found != [here]:
+            to = " and ".join(f"rank {p}" if isinstance(p, int) else str(p) for p in found)
+            raise PartitionError(
+                f"{path} and {other} share one memory, and get memories of their own where they "
+                f"are moved to {to}, so that a change of one would not reach the other any more: "
+                "let them be one parameter (layer.weight = other.weight), which several stages "
+                "may use; or let their stages have the device that they are on, with partition="
+            )
 
 
 def homes_of(

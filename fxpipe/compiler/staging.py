@@ -34,7 +34,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
-from fxpipe.compiler.placement import place
+from fxpipe.compiler.placement import place, refuse_separated
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_itself, is_the_models
 from fxpipe.ir.graph import stages_of
 from fxpipe.ir.heap import give_back
@@ -188,7 +188,13 @@ class Staging(ABC):
             returns_loss=options.loss_fn is None,
             training=options.training,
             told=self._told,
+            deferred_batch_norm=options.deferred_batch_norm,
         )
+
+    @property
+    def _places(self) -> tuple[torch.device, ...] | tuple[int, ...]:
+        """Where the tensors of each stage are: on its device."""
+        return self.options.devices
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -397,6 +403,7 @@ class Staging(ABC):
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         self._refuse_flags_of_inputs(premises, call)
         with phase("place", quiet=True):
+            refuse_separated(stage_graph, self._places)
             homes = place(self.model, stage_graph, options.devices)
         # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
         cpu = torch.device("cpu")

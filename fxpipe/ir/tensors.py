@@ -135,6 +135,36 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + sum((int(size) - 1) * stride for size, stride in sizes) + 1
 
 
+def overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The pairs of different tensors that overlap (:func:`overlap`)."""
+    memories: dict[int, list[Tensor]] = {}
+    for tensor in {id(each): each for each in tensors}.values():
+        memories.setdefault(memory_of(tensor), []).append(tensor)
+    for same in memories.values():
+        if len(same) == 1:
+            continue
+        # All weights of a model may be views of one memory: in order, few are compared.
+        spans = {id(t): [place * t.element_size() for place in _span(t)] for t in same}
+        open_ones: list[Tensor] = []
+        for tensor in sorted(same, key=lambda each: spans[id(each)][0]):
+            begin = spans[id(tensor)][0]
+            open_ones = [each for each in open_ones if spans[id(each)][1] > begin]
+            yield from ((each, tensor) for each in open_ones if overlap(each, tensor))
+            open_ones.append(tensor)
+
+
+def in_memory_of_others(groups: Iterable[Iterable[Tensor]]) -> set[int]:
+    """The ids of those tensors that overlap with a tensor which their own groups do not have."""
+    tensors: dict[int, Tensor] = {}
+    met: dict[int, set[int]] = {}  # the numbers of each tensor's groups
+    for number, group in enumerate(groups):
+        for tensor in group:
+            tensors[id(tensor)] = tensor
+            met.setdefault(id(tensor), set()).add(number)
+    pairs = [(id(one), id(other)) for one, other in overlapping(tensors.values())]
+    return {each for a, b in pairs if len(met[a] | met[b]) > 1 for each in (a, b)}
+
+
 def is_in_parts(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, of which each rank has a part."""
     return hasattr(tensor, "full_tensor")

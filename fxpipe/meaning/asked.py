@@ -82,6 +82,7 @@ class Asked:
             NaN, as with a scale of gradients that is too large) leaves it at that.
         told: what the user has been warned of, which is not said again; None: that is not kept.
         calls_are_trained: whether ``pipe(x)`` has a backward of its own, as it has not on ranks.
+        deferred_batch_norm: as for :func:`fxpipe.compile`.
     """
 
     in_dims: Any = None
@@ -95,6 +96,7 @@ class Asked:
     is_again: bool = False
     told: set[str] | None = None
     calls_are_trained: bool = True
+    deferred_batch_norm: bool = False
 
     def warn(self, text: str, about: str = "") -> None:
         """Warn, unless the user has been told the same. A model with state is compiled again and

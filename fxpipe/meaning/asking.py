@@ -456,12 +456,14 @@ class Asking:
 
     def _lasting(self, dims: InDims, verdict: Verdict) -> Problem | None:
         """What differs where parts find the state that the parts before them have left."""
-        trial = verdict.trial
-        if not (self.asked.check and self.runs.changed) or trial is None or self.listed is not None:
+        trial, runs, changed = verdict.trial, self.runs, self.runs.changed or ()
+        if self.asked.deferred_batch_norm:  # their count goes up once for each mini-batch
+            counts = {f"{name}.num_batches_tracked" for name in batch_norms(runs.model)}
+            changed = [name for name in changed if name not in counts]
+        if not (self.asked.check and changed) or trial is None or self.listed is not None:
             return None
         try:
-            runs = self.runs
-            return lasting_problem(runs.in_sequence, runs.keeping, trial, dims, self.runs.changed)
+            return lasting_problem(runs.in_sequence, runs.keeping, trial, dims, changed)
         except Exception as error:
             if not is_the_models(error):
                 raise
@@ -490,9 +492,11 @@ class Asking:
             notes.append("not checked: the outputs that depend on random numbers")
         names = batch_norms(self.runs.model) or ["batch_norm"] * self.runs.met_batch_norm
         if names:
+            running = "with deferred_batch_norm=True the running ones are those of the mini-batch"
+            if self.asked.deferred_batch_norm:
+                running = "the running ones are those of the mini-batch (deferred_batch_norm=True)"
             notes.append(
-                f"batch statistics are those of each micro-batch ({_first_of(names)}); with "
-                "deferred_batch_norm=True the running ones are those of the mini-batch"
+                f"batch statistics are those of each micro-batch ({_first_of(names)}); {running}"
             )
         drawing = dropouts(self.runs.model)
         if drawing or self.runs.met_random_numbers or self.runs.drew:

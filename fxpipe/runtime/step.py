@@ -457,13 +457,18 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
             torch.autograd.backward(share(parameter), grad)
 
 
-def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str]) -> None:
+def optimize(
+    stepping: Stepping | None, stage: nn.Module, shared: Sequence[str], later: Sequence[str] = ()
+) -> None:
     """Step the parameters of one stage; without optimizers (None), do nothing.
 
-    ``shared``: the names of parameters that another stage has as well, and that are stepped there.
+    Args:
+        shared: the names of parameters that another stage has as well, and that are stepped there.
+        later: those of parameters in whose memory another stage has other tensors, which it may
+            still read: they are stepped once all stages are done (:meth:`Stepping.finish`).
     """
     if stepping is not None:
-        others = {id(stage.get_parameter(name)) for name in shared}
+        others = {id(stage.get_parameter(name)) for name in (*shared, *later)}
         stepping.part([p for p in stage.parameters() if id(p) not in others])
 
 

@@ -68,7 +68,7 @@ class Reduce:
                 begun = graph.create_node(
                     "call_function",
                     ops.reduce,
-                    (gradients, *step.args[1:]),
+                    (gradients, *step.args[1:3]),
                     name=str(step.name).replace("optimize", "reduce"),
                 )
             begun.meta = dict(step.meta)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -44,7 +45,8 @@ class DeferredBatchNorm:
     Only batch norms in training mode are taken apart: modules of ``torch.nn`` (which symbolic
     tracing keeps, and so does an export where they have no momentum), and calls of
     ``F.batch_norm``, ``torch.batch_norm`` and ``aten.batch_norm`` with buffers. ``SyncBatchNorm``
-    stays as it is, since it computes its statistics from the batches of several processes.
+    is one of them in a single process; one that computes its statistics from the batches of several
+    processes is refused.
 
     Whatever else writes to running statistics would do so for each micro-batch. It is looked for in
     a run of the graph on fake tensors, and refused.
@@ -75,6 +77,7 @@ def _take_all_apart(gm: fx.GraphModule) -> None:
         if region is None and WHOLE in node.meta and "module" in dict(module.named_children()):
             path = f"{path}.module"  # what stands in for one that is kept whole has it as this
             module = gm.get_submodule(path)
+        _refuse_synchronised(path, module)
         if isinstance(module, BatchNorm) and _is_plain(module):
             _take_apart(node, *_of_module(node, path, module))
         elif region is not None:
@@ -175,10 +178,24 @@ def _updated_within(module: nn.Module, node: nn.Module) -> str | None:
         for name, part in module.named_modules()
         if isinstance(part, BatchNorm) and part.training and part.running_mean is not None
     }
-    synchronised = {name for name, part in norms.items() if isinstance(part, nn.SyncBatchNorm)}
     seen = getattr(node, "statistics", ())
-    updated = (*(f"{name}.running_mean".lstrip(".") for name in norms), *seen)
-    return next((name for name in updated if name.rpartition(".")[0] not in synchronised), None)
+    return next(iter((*(f"{name}.running_mean".lstrip(".") for name in norms), *seen)), None)
+
+
+def _refuse_synchronised(path: str, module: nn.Module) -> None:
+    """Raise ValueError if a module has batch norms whose statistics are those of several processes.
+
+    They are computed in the forward, by an operator that updates the running statistics, too.
+    """
+    for name, part in module.named_modules():
+        is_one = isinstance(part, nn.SyncBatchNorm) and part.training
+        if is_one and dist.is_initialized() and dist.get_world_size(part.process_group) > 1:
+            raise ValueError(
+                f"deferred_batch_norm=True: {'.'.join(filter(None, (path, name)))} is a "
+                "SyncBatchNorm, which updates its running statistics from the micro-batches of "
+                "several processes in each call: leave deferred_batch_norm out, or use a batch "
+                "norm of one process"
+            )
 
 
 class _Refusing(FakeInterpreter):
@@ -199,11 +216,8 @@ class _Refusing(FakeInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.writes.memories.clear()
         value = super().run_node(n)
-        is_sync = n.op == "call_module" and isinstance(
-            self.gm.get_submodule(str(n.target)), nn.SyncBatchNorm
-        )
         for memory in self.writes.memories:
-            if memory in self.buffers and not is_sync:
+            if memory in self.buffers:
                 raise ValueError(
                     f"deferred_batch_norm=True: {_where(n)} updates running statistics in "
                     f"{self.buffers[memory]}, and would do so for each micro-batch: {_REMEDY}"
@@ -224,8 +238,8 @@ class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_plain(module: BatchNorm) -> bool:
-    """Whether a module has the forward of PyTorch's batch norms, and updates running statistics."""
-    is_torchs = type(module).forward is BatchNorm.forward
+    """Whether a module has a forward of PyTorch's batch norms, and updates running statistics."""
+    is_torchs = type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
     return is_torchs and module.training and module.running_mean is not None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ONCE, STAGE, VALUE, attribute
+from fxpipe.ir.tensors import in_memory_of_others
 
 
 class StepError(ValueError):
@@ -107,6 +109,17 @@ class Flows:
         others = {id(parameter) for other in self.stages for parameter in other.owned} - own
         named = stage.module.named_parameters()
         return tuple(name for name, parameter in named if id(parameter) in others)
+
+    def read_elsewhere(self, stage: StageCall) -> tuple[str, ...]:
+        """The names of those parameters of a stage whose memory is that of another tensor of
+        another stage: of a weight that has been tied by its data, or a buffer that views it."""
+        named = stage.module.named_parameters()
+        return tuple(name for name, p in named if id(p) in self._in_memory_of_others)
+
+    @cached_property
+    def _in_memory_of_others(self) -> set[int]:
+        modules = [stage.module for stage in self.stages]
+        return in_memory_of_others((*each.parameters(), *each.buffers()) for each in modules)
 
 
 def is_differentiable(value: fx.Node) -> bool:

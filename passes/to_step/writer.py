@@ -88,11 +88,14 @@ def _bring_inputs(draft: Draft, reload: Action, behind: Sequence[Action]) -> Non
 def _write_optimize(draft: Draft, at: Action) -> None:
     """Write the optimizer's step of a stage's parameters, whose gradients are done.
 
-    A parameter that several stages use (pass "shared") is stepped in the stage that it lives in.
+    A parameter that several stages use (pass "shared") is stepped in the stage that it lives in,
+    and one whose memory another stage reads as another tensor at the end, by the caller.
     """
-    stage = draft.flows.stages[at.stage]
+    flows, stage = draft.flows, draft.flows.stages[at.stage]
     module = draft.nodes.module(str(stage.call.target), stage.module, at)
-    args = draft.caller.optimizer, module, draft.flows.foreign(stage)
+    args: tuple[Any, ...] = draft.caller.optimizer, module, flows.foreign(stage)
+    if later := flows.read_elsewhere(stage):
+        args = *args, later
     draft.nodes.call(ops.optimize, args, "optimize", at)
 
 

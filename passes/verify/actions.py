@@ -361,7 +361,7 @@ def _check_home(visit: Visit, node: fx.Node, parameter: int, name: str) -> None:
 
 def _owned(visit: Visit, node: fx.Node) -> dict[int, str]:
     """The parameters that a node steps, or sums up: those of a stage, less those of others."""
-    module, others = node.args[1:]
+    module, others = node.args[1:3]
     assert isinstance(module, fx.Node)
     stage = attribute(visit.gm, str(module.target))
     assert isinstance(stage, nn.Module)
@@ -381,13 +381,21 @@ def _optimize(visit: Visit, node: fx.Node) -> Any:
     visit.step.stepped_stages.add(path := str(module.target))
     if path in visit.step.stages:
         _check_stage(node, visit.step.stages[path])
+    later: Any = node.args[3] if len(node.args) > 3 else ()
     for number, name in _owned(visit, node).items():
         _check_home(visit, node, number, name)
         if number in visit.step.optimized:
             earlier = visit.step.optimized[number]
             raise VerifyError(f"the parameter {name} is stepped twice", node, earlier)
-        visit.effects.read((GRADIENT, number), event)
-        visit.effects.write((PARAMETER, number), event)
+        if name not in later:
+            if number in visit.in_memory_of_others:
+                raise VerifyError(
+                    f"the parameter {name} is stepped while another stage may read its memory, in "
+                    "which it has another tensor",
+                    node,
+                )
+            visit.effects.read((GRADIENT, number), event)
+            visit.effects.write((PARAMETER, number), event)
         visit.step.optimized[number] = node
         if visit.step.reduced and (number not in visit.step.reduced or not visit.step.sums):
             raise VerifyError(

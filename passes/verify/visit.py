@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE, STREAM, attribute
+from fxpipe.ir.tensors import in_memory_of_others
 from passes.to_pipeline.cells import Cell
 from passes.verify.clocks import Clocks, Event
 from passes.verify.effects import MemoryUses
@@ -180,6 +182,13 @@ class Visit:
                         "both would add to its gradient at the same time",
                         node,
                     )
+
+    @cached_property
+    def in_memory_of_others(self) -> set[int]:
+        """The ids of parameters and buffers that share memory with another one of another stage."""
+        paths = dict.fromkeys(path for _, path in _calls_of_stages(self.gm.graph))
+        stages: list[Any] = [attribute(self.gm, path) for path in paths]
+        return in_memory_of_others((*each.parameters(), *each.buffers()) for each in stages)
 
     def at(self, path: str, node: fx.Node) -> Any:
         """Give what the graph module has at a path, which ``node`` names."""

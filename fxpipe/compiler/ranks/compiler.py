@@ -77,6 +77,10 @@ class RankCompiler(Compiler):
     def _asked(self) -> Asked:
         return replace(super()._asked, calls_are_trained=False)
 
+    @property
+    def _places(self) -> tuple[int, ...]:
+        return self.options.placement  # each rank has memory of its own
+
     def _to_stages(self, *args: Any) -> ToStages:
         context = super()._to_stages(*args)
         assert isinstance(context.partition, CutAlike)

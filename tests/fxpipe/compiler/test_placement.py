@@ -114,3 +114,13 @@ def test_a_module_with_buffers_that_is_called_on_two_devices_is_refused():
         PartitionError, match=r"norm\.running_mean is of a module that is called by"
     ):
         fxpipe.compile(Model().eval(), TWO, partition=["b"], example_inputs=(torch.ones(4, 4),))
+
+
+def test_parameters_of_one_memory_are_not_copied_to_two_devices():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight.data = model[0].weight.data
+    inputs = {"example_inputs": (torch.ones(4, 4),)}
+    with pytest.raises(PartitionError, match=r"0\.weight and 2\.weight share one memory, and get "):
+        fxpipe.compile(model, TWO, partition=["2"], **inputs)
+    model[2].weight = model[0].weight
+    fxpipe.compile(model, TWO, partition=["2"], **inputs).close()

@@ -214,3 +214,44 @@ def test_an_optimizer_that_steps_at_the_end_lets_gradients_go_then():
 def test_gradients_that_no_optimizer_takes_are_not_thrown_away():
     with compiled() as pipe, pytest.raises(ValueError, match="zero_grad=True needs an optimizer="):
         pipe.step(torch.randn(8, 12), target=torch.randn(8), zero_grad=True)
+
+
+class OneMemory(nn.Module):
+    """The first layer and the last one have one memory; ``how`` says by what."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+        if how == "data":
+            self.a.weight.data = self.d.weight.data
+        elif how == "view":
+            self.a.weight = nn.Parameter(self.d.weight.detach().t())
+        self.others = [self.d.weight.data] if how == "list" else []
+        if how == "buffer":
+            self.register_buffer("other", self.d.weight.data[:3])
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        if hasattr(self, "other"):
+            x = x[:, :3] @ self.other
+        for other in self.others:
+            x = x @ other
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(x)))))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("how", ["data", "view", "list", "buffer"])
+def test_a_parameter_is_stepped_once_no_stage_reads_its_memory_any_more(how, schedule):
+    model, reference = OneMemory(how), OneMemory(how)
+    reference.load_state_dict(model.state_dict())  # a deep copy would have a memory for each
+    x, target = torch.randn(8, 6), torch.randn(8)
+    steps = [torch.optim.SGD(each.parameters(), lr=5.0) for each in (model, reference)]
+    options = {"chunks": 4, "partition": ["c"], "schedule": schedule, "loss_fn": mean_loss}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=target, optimizer=steps[0], zero_grad=True)
+            for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+                (mean_loss(reference(part), wanted) / 4).backward()
+            steps[1].step()
+            steps[1].zero_grad()
+            assert same([*model.parameters()], [*reference.parameters()])

@@ -17,6 +17,7 @@ from passes import DeferredBatchNorm
 from tests.zoo import ResNet, gradients, loop, loss_of, same
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
+SHAPES[nn.SyncBatchNorm] = 7, 4, 3  # in one process it does as the others do
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -280,6 +281,7 @@ def test_those_that_are_functions_or_kept_whole_defer_too(name, tracer):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: Activated(4)])
+@pytest.mark.filterwarnings("error::fxpipe.BatchWarning")  # of a count that goes up more often
 def test_one_that_is_called_twice_in_a_stage_counts_twice(make, tracer):
     model = Twice(make())
     with fxpipe.compile(model, ["cpu"], chunks=3, tracer=tracer, deferred_batch_norm=True) as pipe:
@@ -352,6 +354,15 @@ def test_what_cannot_be_deferred_is_refused(make):
         pytest.raises(ValueError, match=CANNOT[make]),
     ):
         pipe(torch.randn(4, 4))
+
+
+def test_one_that_is_synchronised_with_other_processes_is_refused(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 4))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    graph = torch.fx.symbolic_trace(model)
+    with pytest.raises(ValueError, match="1 is a SyncBatchNorm, which updates its running stat"):
+        DeferredBatchNorm()(graph)
 
 
 def test_statistics_that_are_no_buffers_are_nothing_to_defer():

@@ -16,6 +16,7 @@ from passes import Verify, VerifyError
 from passes.verify.values import lane_of
 from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
 from tests.passes.verify.mutants import Mutant, take_out
+from tests.zoo import mean_loss
 
 
 @pytest.mark.covering(1)
@@ -129,6 +130,23 @@ def test_an_optimizer_ahead_of_the_last_gradient_is_refused():
     assert "it comes when all actions of its stage are done" in refused(
         step(), "optimize_s0_mb2", change
     )
+
+
+def test_an_optimizer_that_steps_a_parameter_whose_memory_another_stage_reads_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    told = {"chunks": 2, "loss_fn": mean_loss, "partition": ["1"]}
+    with fxpipe.compile(model, ["cpu"] * 2, **told) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        pipe.step(torch.ones(4, 4), target=torch.ones(4), optimizer=optimizer)
+        gm = pipe.step_graph
+
+    def at_once(node: fx.Node) -> None:
+        node.args = node.args[:3]
+
+    (node, _) = gm.graph.find_nodes(op="call_function", target=ops.optimize)
+    said = refused(gm, node.name, at_once)
+    assert "is stepped while another stage may read its memory, in which it has another" in said
 
 
 def test_a_gradient_that_never_goes_home_is_missed():
