@@ -31,7 +31,7 @@ from fxpipe.compiler.log import log_compilation, log_cut, log_reasons, logged, w
 from fxpipe.compiler.loss import MiniBatch, Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
-from fxpipe.ir._torch import transforms
+from fxpipe.ir._torch import parametrizations_computed, transforms
 from fxpipe.ir.errors import Unsupported
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.log import each_once, warn
@@ -190,11 +190,13 @@ class Compiler(LaterChecks):
     @contextmanager
     def _working(self, title: str) -> Iterator[None]:
         """A context for a compilation: the time of each phase is taken, and logged if the user asks
-        for it, no warning is given that an earlier compilation has given, and an error is noted."""
+        for it, no warning is given that an earlier compilation has given, an error is noted, and no
+        parametrization is cached."""
         title = f"{type(self.model).__name__}: {title}"
         is_shown = self.options.verbose or wants_log()
         noted = self.compilations.refusals_noted()
-        with older_objects_set_aside(), logged(title, is_shown), each_once(self._warned), noted:
+        once, computed = each_once(self._warned), parametrizations_computed()
+        with older_objects_set_aside(), logged(title, is_shown), once, noted, computed:
             yield
 
     @contextmanager

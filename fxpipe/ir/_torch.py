@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_post_hooks,
@@ -321,6 +323,37 @@ def push_saved_tensors_hooks(hooks: SavedTensorsHooks) -> None:
 def running_backward() -> int:
     """The autograd engine's number of the backward that this thread is part of; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+class _NoValues(dict[Any, Any]):
+    """What has been cached of parametrizations, of which one thread finds and leaves nothing."""
+
+    def __init__(self, known: dict[Any, Any]) -> None:
+        super().__init__()
+        self.known, self.thread = known, threading.get_ident()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        is_ours = threading.get_ident() == self.thread
+        return default if is_ours else self.known.get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if threading.get_ident() != self.thread:
+            self.known[key] = value
+
+
+@contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """Inside the ``with`` block this thread computes each parametrized tensor whenever it is read,
+    also within ``torch.nn.utils.parametrize.cached()``: a value of the user's own run has no place
+    in a trace, nor one of a trace in the user's run."""
+    module: Any = parametrize
+    before = module._cache
+    module._cache = own = _NoValues(before)
+    try:
+        yield
+    finally:
+        if module._cache is own:  # else the user's ``cached()`` has ended meanwhile
+            module._cache = before
 
 
 def is_in_a_group() -> bool:

@@ -16,7 +16,7 @@ from fxpipe.meaning.candidates import different_sizes
 from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.problem import Problem
-from fxpipe.meaning.said import INFER, Input
+from fxpipe.meaning.said import INFER, Input, of_no_tensors
 from fxpipe.meaning.values_read import DifferingValue
 from fxpipe.runtime.microbatch import LISTED, InDim
 from fxpipe.trace.errors import source_line
@@ -40,9 +40,9 @@ def several(rows: dict[int, Input], advice: str) -> str:
 
 def advice_on(model: nn.Module, arguments: Mapping[str, Any], inputs: Sequence[Input]) -> str:
     """Advice on arguments that are not cut as they are: lists of tensors, of which each may be a
-    row; lists of numbers; and ids in one dimension for bags of different sizes. Behind a message;
-    "" if there is nothing of the kind."""
-    found = [_on_lists(inputs), _on_numbers(arguments), _on_bags(model, inputs)]
+    row; lists of numbers or strings; and ids in one dimension for bags of different sizes. It comes
+    behind a message; "" if there is nothing of the kind."""
+    found = [_on_lists(inputs), _on_constants(arguments), _on_bags(model, inputs)]
     return "".join(f"; {each}" for each in found if each)
 
 
@@ -57,14 +57,13 @@ def _on_lists(inputs: Sequence[Input]) -> str:
     )
 
 
-def _on_numbers(arguments: Mapping[str, Any]) -> str:
+def _on_constants(arguments: Mapping[str, Any]) -> str:
     for name, value in arguments.items():
-        is_list = isinstance(value, list | tuple) and len(value) > 1
-        if is_list and all(isinstance(each, int | float) for each in value):
+        if found := of_no_tensors(value):
+            how = f", torch.tensor({name})" if "numbers" in found else ""
             return (
-                f"{name} is a {type(value).__name__} of {len(value)} numbers, which has no batch "
-                "dimension, so that each micro-batch gets all of it: if it has one number for each "
-                f"row, give it as a tensor, torch.tensor({name})"
+                f"{name} is {found}, which has no batch dimension, so that each micro-batch gets "
+                f"all of it: if it has one element for each row, give it as a tensor{how}"
             )
     return ""
 

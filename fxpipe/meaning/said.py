@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -63,10 +64,33 @@ def named_inputs(
         said = _of_argument(in_dims, list(arguments), name)
         _refuse_packed(name, value)
         tensors, structure = Structure.of(value)
+        if not tensors and isinstance(in_dims, Mapping | tuple | list):
+            _refuse_without_tensors(said, name, value)
         slots = [Slot() for _ in tensors]
         say(said, structure.fill_each(slots), name)
         inputs += [Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
     return inputs
+
+
+def of_no_tensors(value: Any) -> str:
+    """What a value with one element for each row may be that is no tensor, in words: a list of
+    numbers or strings, or an array. "" if it is nothing of the kind."""
+    kind = type(value).__name__
+    if isinstance(value, list | tuple) and len(value) > 1:
+        kinds = {type(each) for each in value}
+        parts = "numbers" if kinds <= {bool, int, float} else "strings" if kinds == {str} else ""
+        return f"a {kind} of {len(value)} {parts}" if parts else ""
+    return f"an {kind}" if isinstance(value, np.ndarray) and value.ndim else ""
+
+
+def _refuse_without_tensors(said: Any, name: str, value: Any) -> None:
+    """Raise BatchError if ``in_dims`` says how to cut an argument that has no tensors."""
+    if said is not None and said is not INFER and (found := of_no_tensors(value)):
+        raise BatchError(
+            f"in_dims says {said!r} for {name}, which is {found}, and only tensors are cut: each "
+            "micro-batch would get all of it; give what the model computes with as a tensor, and "
+            "None in in_dims for what all micro-batches share"
+        )
 
 
 def _refuse_packed(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import fxpipe
 from tests.zoo import MLP, parts, same
@@ -337,3 +337,17 @@ def test_a_teacher_that_the_forward_moves_is_moved_as_in_the_loop(is_moved_first
             torch.testing.assert_close(loss, wanted.detach())
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize(
+    "parametrized", [parametrizations.weight_norm, parametrizations.orthogonal]
+)
+def test_a_first_call_may_come_while_parametrizations_are_cached(parametrized):
+    model, x = in_a_row(nn.Linear(8, 8), parametrized(nn.Linear(8, 8))), torch.randn(4, 8)
+    alone = copy.deepcopy(model)
+    with parametrize.cached(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        loss_of(pipe(x)).backward()
+        assert model[2].weight is model[2].weight
+    sum(loss_of(alone(part)) for part in x.chunk(2)).backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpipe.ir import _torch
@@ -275,6 +277,22 @@ def test_hooks_on_saved_tensors_can_be_taken_away_and_put_back():
 
 
 # --------------------------------------------------------------------------------------- backwards
+
+
+def test_parametrizations_are_computed_again_by_one_thread_while_they_are_cached():
+    assert does_not_exist_in_public(parametrize, "not_cached", "uncached", "cache")
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with parametrize.cached():
+        weight = layer.weight
+        with _torch.parametrizations_computed():
+            assert layer.weight is not layer.weight
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(lambda: layer.weight).result() is weight
+        assert layer.weight is weight
+    with _torch.parametrizations_computed(), parametrize.cached():
+        pass
+    with parametrize.cached():
+        assert layer.weight is layer.weight
 
 
 def test_backwards_are_numbered_and_call_back_at_their_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -60,6 +61,35 @@ def test_numbers_in_a_list_are_to_be_a_tensor():
     lengths = torch.tensor(LENGTHS)
     found = fxpipe.compile(model, TWO, chunks=2)(IDS, lengths)
     torch.testing.assert_close(found, model(IDS, lengths))
+
+
+class ByText(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, texts=None):
+        y = self.b(self.a(x))
+        lengths = [] if texts is None else [[float(len(str(each)))] for each in texts]
+        return y * torch.tensor(lengths) if lengths else y
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [(["a", "b", "c", "d"], "a list of 4 strings"), (numpy.ones(4), "an ndarray")],
+)
+def test_what_has_no_tensors_is_not_cut(texts, said):
+    x = torch.ones(4, 6)
+    with pytest.raises(fxpipe.BatchError, match=f"texts is {said}, which has no batch dimension"):
+        fxpipe.compile(ByText(), TWO, chunks=2)(x, texts)
+    for in_dims, dim in ({"x": 0, "texts": "list"}, "'list'"), ((0, 0), "0"):
+        pipe = fxpipe.compile(ByText(), TWO, chunks=2, in_dims=in_dims)
+        with pytest.raises(
+            fxpipe.BatchError, match=f"in_dims says {dim} for texts, which is {said}, and only "
+        ):
+            pipe(x, texts)
+        pipe(x, None)  # an argument that is left out has nothing to be cut
 
 
 class Bags(nn.Module):
