@@ -48,7 +48,7 @@ from fxpipe.runtime.apart import all_whole
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import call
 from fxpipe.runtime.inference import without_backward
-from fxpipe.runtime.notes import writes_to_target_noted
+from fxpipe.runtime.notes import note_spoilt_backward, writes_to_target_noted
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import Timeline
 from fxpipe.trace import bound_arguments, untouched
@@ -272,7 +272,7 @@ class Pipeline(ModelProxy):
                 with self._runner.hooks_watched(), writes_to_target_noted(of_loss):
                     total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
             except BaseException as error:
-                self._after_a_failed_step(error, zero_grad and accumulate == 1)
+                self._after_a_failed_step(error, zero_grad and accumulate == 1, in_parts)
                 raise
         if stepping is not None and scaler is not None:
             self._runner.unscale(stepping, scaler)
@@ -299,9 +299,20 @@ class Pipeline(ModelProxy):
             note_misnamed(error, self.module.forward, kwargs, options_of(method))
             raise
 
-    def _after_a_failed_step(self, error: BaseException, frees: bool) -> None:
+    def _after_a_failed_step(
+        self, error: BaseException, frees: bool, stepping: Stepping | None
+    ) -> None:
         """Free the gradients of the micro-batches that were done, which the next step would train
-        with, or say in a note that some may be there."""
+        with, or say in a note that some may be there; and that some parameters have been stepped.
+        """
+        note_spoilt_backward(error, [stage.module for stage in self.stages])
+        if stepping is not None and (stepped := stepping.count):
+            error.add_note(
+                f"{stepped} parameters have been stepped already, those of stages that were done: "
+                "load a checkpoint, or go on with them as they are. Where a failed step is to "
+                "leave the parameters alone, call optimizer.step() behind pipe.step, which then is "
+                "not given the optimizer"
+            )
         having = [p for p in self.module.parameters() if p.grad is not None]
         if frees:
             for parameter in having:

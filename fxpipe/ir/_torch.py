@@ -67,6 +67,7 @@ from torch.fx._symbolic_trace import _Patcher, _wrapped_fns_to_patch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import (
@@ -486,7 +487,8 @@ def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------ modules, optimizers
 
 BatchNorm = _BatchNorm
-"""The base class of the batch norms of all numbers of dimensions."""
+InstanceNorm = _InstanceNorm
+"""The base classes of the batch norms, and of the instance norms, of all numbers of dimensions."""
 
 ConvNd = _ConvNd
 """The base class of the convolutions of all numbers of dimensions."""

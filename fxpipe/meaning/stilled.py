@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.ir._torch import BatchNorm, InstanceNorm, TorchDispatchMode
 from fxpipe.ir.source import is_of_torch, is_ours
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.meaning.drawn import UNIFORM, Drawn
@@ -77,7 +77,7 @@ def still(model: nn.Module, uniform: float = UNIFORM[0]) -> Iterator[Still]:
                     mode.updates(module.running_mean, module.running_var)
         elif isinstance(module, nn.RNNBase) and module.dropout:
             vars(module)["dropout"] = 0.0
-        elif isinstance(module, _INSTANCE_NORMS) and "forward" not in vars(module):
+        elif isinstance(module, InstanceNorm) and "forward" not in vars(module):
             told.append(module)
             vars(module)["forward"] = partial(_by_row, mode, module.forward)
     try:
@@ -91,9 +91,6 @@ def still(model: nn.Module, uniform: float = UNIFORM[0]) -> Iterator[Still]:
 def _identity(x: Tensor) -> Tensor:
     """The forward of a batch norm without statistics: a new tensor, as from the real one."""
     return x * 1
-
-
-_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 
 
 def _by_row(mode: Still, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -1,17 +1,17 @@
 """Notes on exceptions: at which stage, micro-batch, node and line of the model one was raised, and
-whether a loss has spoilt a backward by writing to its target."""
+what has spoilt a backward by writing in place: a loss to its target, or the model to its state."""
 
 from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 
-from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE, attribute
+from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE, WRITES_STATE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.tensors import tensors_of
@@ -94,6 +94,28 @@ def _model_line(node: fx.Node) -> str | None:
     return f"  {frame['text']}" if frame else None
 
 
+def note_spoilt_backward(error: BaseException, stages: Iterable[fx.GraphModule]) -> None:
+    """Add a note to autograd's error of a tensor that it needs, and that has been written to, if
+    stages write to parameters or buffers: forwards of other micro-batches come ahead of a backward,
+    which none does in a loop over the micro-batches."""
+    if not isinstance(error, RuntimeError) or not _is_of_a_write(error):
+        return
+    writes = (path for s in stages for n in s.graph.nodes for path in n.meta.get(WRITES_STATE, ()))
+    if names := list(dict.fromkeys(writes)):
+        error.add_note(
+            f"the forward writes to {', '.join(names)} in place, in each micro-batch, and a "
+            "schedule runs forwards of later micro-batches ahead of a backward that needs what was "
+            "there: compute a new tensor in the forward, as scale.clamp(max=5) in place of "
+            "scale.clamp_(max=5), or write ahead of the step"
+        )
+
+
+def _is_of_a_write(error: BaseException) -> bool:
+    """Whether an error says that a tensor which a backward needs has been written to in place."""
+    said = str(error)
+    return "modified by an inplace operation" in said or "needed for the backward" in said
+
+
 @contextmanager
 def writes_to_target_noted(target: Any) -> Iterator[None]:
     """Inside the ``with`` block autograd's error of a tensor that it needs, and that has been
@@ -109,8 +131,7 @@ def writes_to_target_noted(target: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        is_spoilt = "modified by an inplace operation" in str(error)
-        if is_spoilt and [writes_counted(tensor) for tensor in tensors] != before:
+        if _is_of_a_write(error) and [writes_counted(tensor) for tensor in tensors] != before:
             error.add_note(
                 "loss_fn writes to its target in place, and autograd takes that for a write to the "
                 "targets of all micro-batches, whose backwards are still to come: compute a new "

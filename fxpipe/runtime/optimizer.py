@@ -64,6 +64,11 @@ class Stepping:
                     parameter.grad = None
 
     @property
+    def count(self) -> int:
+        """How many parameters have been stepped so far."""
+        return sum(each.count for each in self._each)
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, in the order in which they were given."""
         return [each.optimizer for each in self._each]
@@ -189,6 +194,10 @@ class _StepInParts:
         if self._in_parts:
             own = {id(parameter) for parameter in parameters}
             self._step(lambda parameter: id(parameter) in own)
+
+    @property
+    def count(self) -> int:
+        return len(self._done)
 
     def has_stepped(self, parameter: Tensor) -> bool:
         return id(parameter) in self._done

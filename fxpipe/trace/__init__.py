@@ -545,7 +545,8 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
         if tensor.layout in _COMPRESSED:
             raise Unsupported(
                 f"the input {name} is of layout {tensor.layout}, for which PyTorch has no fake "
-                f"tensors, with which a model is compiled: give {name}.to_sparse_coo()"
+                f"tensors, with which a model is compiled: give it dense, by {name}.to_dense(), "
+                f"or, where all micro-batches share it, as {name}.to_sparse_coo()"
             )
     if example.batch == 0:
         raise Unsupported("the example batch is empty: give one with two rows or more")

@@ -151,7 +151,9 @@ class Call:
         for number in _numbers(first.outputs):
             if number not in known:
                 raise NotWhole(
-                    module, f"{number} is among its outputs, which may depend on values of tensors"
+                    module,
+                    f"{number} is among its outputs, which may depend on values of tensors: return "
+                    "a tensor in its place",
                 )
         given = [run.given for run in runs]
         shapes = []
@@ -384,7 +386,11 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
             for tensor, version in zip(tensors, before, strict=True)
         ]
         if any(written[: len(given)]):
-            raise NotWhole(module, "it writes to its inputs")
+            raise NotWhole(
+                module,
+                "it writes to its inputs: let it compute a new tensor, as x = x * 2 in place of "
+                "x.mul_(2)",
+            )
         made, outputs = Structure.of(output)
         found.setdefault(key, []).append(
             _ObservedCall(

@@ -29,7 +29,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir import augmented
-from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
+from fxpipe.ir._torch import BatchNorm, InstanceNorm, TorchDispatchMode
 from fxpipe.ir.graph import ONCE, WHOLE, attribute
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.tensors import memory_of
@@ -78,6 +78,7 @@ def _take_all_apart(gm: fx.GraphModule) -> None:
             path = f"{path}.module"  # what stands in for one that is kept whole has it as this
             module = gm.get_submodule(path)
         _refuse_synchronised(path, module)
+        _refuse_instance_norms(path, module)
         if isinstance(module, BatchNorm) and _is_plain(module):
             _take_apart(node, *_of_module(node, path, module))
         elif region is not None:
@@ -92,11 +93,14 @@ def _take_all_apart(gm: fx.GraphModule) -> None:
             )
     calls: dict[int, list[tuple[fx.Node, dict[str, Any]]]] = {}  # by the buffer of their means
     for node in list(gm.graph.nodes):
+        if node.target in _INSTANCE_NORMS:
+            given = _arguments(_INSTANCE_NORMS[node.target], node)
+            if given["use_input_stats"] is not False and _is_buffer(given["running_mean"]):
+                raise ValueError(_said_of_instance_norm(_where(node)))
         if node.target not in _FUNCTIONS:
             continue
-        bound = inspect.signature(_FUNCTIONS[node.target]).bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        given, momentum = bound.arguments, bound.arguments["momentum"]
+        given = _arguments(_FUNCTIONS[node.target], node)
+        momentum = given["momentum"]
         running = given["running_mean"], given["running_var"]
         if given["training"] is not True or not all(map(_is_buffer, running)):
             continue  # if it does write to running statistics, the run on fake tensors shows it
@@ -154,6 +158,35 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 """The functions that normalise by a batch, each with one whose signature says how it is called."""
 
 
+def _of_instance_norms_operator(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: Any,
+    momentum: Any,
+    eps: Any,
+    cudnn_enabled: Any = True,
+) -> None:
+    """A function that takes its arguments as the operator does."""
+
+
+_INSTANCE_NORMS: dict[Any, Callable[..., Any]] = {
+    F.instance_norm: F.instance_norm,
+    torch.instance_norm: _of_instance_norms_operator,
+    torch.ops.aten.instance_norm.default: _of_instance_norms_operator,
+}
+"""The functions that normalise each row by itself, each with one whose signature is theirs."""
+
+
+def _arguments(signature: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by their names, as a function with this signature gets them."""
+    bound = inspect.signature(signature).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _is_buffer(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.op == "get_attr"
 
@@ -196,6 +229,23 @@ def _refuse_synchronised(path: str, module: nn.Module) -> None:
                 "several processes in each call: leave deferred_batch_norm out, or use a batch "
                 "norm of one process"
             )
+
+
+def _refuse_instance_norms(path: str, module: nn.Module) -> None:
+    """Raise ValueError if a module has instance norms with running statistics, which are no
+    statistics of a batch: each row adds to them."""
+    for name, part in module.named_modules():
+        is_one = isinstance(part, InstanceNorm) and part.training
+        if is_one and part.running_mean is not None:
+            raise ValueError(_said_of_instance_norm(".".join(filter(None, (path, name)))))
+
+
+def _said_of_instance_norm(where: str) -> str:
+    return (
+        f"deferred_batch_norm=True: {where} is an instance norm with running statistics, which "
+        "would be updated for each micro-batch: leave deferred_batch_norm out, and have the "
+        "running statistics of micro-batches, or give the instance norm none"
+    )
 
 
 class _Refusing(FakeInterpreter):

@@ -84,7 +84,10 @@ def test_sparse_inputs(checkpoint):
     model, graph = Neighbours(), torch.eye(3).roll(1, 0)
     said = message(model, TraceError, x(), graph.to_sparse_csr())
     assert "the input adjacency is of layout torch.sparse_csr" in said
-    assert said.endswith("give adjacency.to_sparse_coo()")
+    assert said.endswith(
+        "give it dense, by adjacency.to_dense(), or, where all micro-batches share it, as "
+        "adjacency.to_sparse_coo()"
+    )
     rows, sparse = x(), graph.to_sparse_coo()
     model(rows, sparse).sum().backward()
     expected = gradients(model)

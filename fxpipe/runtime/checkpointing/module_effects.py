@@ -239,6 +239,9 @@ class _WrittenState:
         self._buffers = [(m, dict(m._buffers)) for m in found if m is not None and m._buffers]
         self._tensors: dict[int, Tensor] = {}
         self._uncopied: dict[int, list[str]] = {}
+        # What has been read is known once the first call is done. A backward within that call may
+        # ask for the second one earlier.
+        self._read: list[tuple[nn.Module, str, Tensor, int]] = []
         self._note_uncopied()
 
     def _note_uncopied(self) -> None:

@@ -413,6 +413,9 @@ def test_hooks_on_gradients_are_seen():
 
 
 def test_layers_of_all_numbers_of_dimensions_have_common_base_classes():
+    assert does_not_exist_in_public(nn, "InstanceNorm")
+    norms = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm1d
+    assert all(issubclass(each, _torch.InstanceNorm) for each in norms)
     for dims in (1, 2, 3):
         assert issubclass(getattr(nn, f"BatchNorm{dims}d"), _torch.BatchNorm)
         assert issubclass(getattr(nn, f"Conv{dims}d"), _torch.ConvNd)

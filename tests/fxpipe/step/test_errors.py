@@ -305,6 +305,52 @@ def test_a_loss_that_writes_to_its_target_is_told_of_where_that_spoils_the_backw
     assert any("loss_fn writes to its target" in note for note in raised.value.__notes__)
 
 
+class Clamped(nn.Module):
+    """Bounds its scale in place, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.tensor(7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=5)
+        return self.b(torch.tanh(self.a(x))) * self.scale
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_parameter_that_the_forward_writes_to_is_blamed_for_a_spoilt_backward(checkpoint):
+    options = {"chunks": 2, "loss_fn": mean_loss, "checkpoint": checkpoint}
+    with (
+        fxpipe.compile(Clamped(), ["cpu"] * 2, **options) as pipe,
+        pytest.raises(RuntimeError, match=r"inplace operation|needed for the backward") as raised,
+    ):
+        pipe.step(torch.randn(4, 12), target=torch.randn(4))
+    assert any(
+        "the forward writes to scale in place, in" in note for note in raised.value.__notes__
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_that_fails_says_that_parameters_have_been_stepped(schedule):
+    model, x, target = Fails(), torch.randn(8, 12), torch.randn(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"chunks": 4, "schedule": schedule, "loss_fn": mean_loss, "partition": ["b"]}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        for given in {"optimizer": optimizer}, {"optimizer": optimizer, "max_grad_norm": 1.0}:
+            before = [p.detach().clone() for p in model.parameters()]
+            Fails.count = 100
+            pipe.step(x, target=target, zero_grad=False)
+            Fails.count = -1  # the last backward of the first stage fails
+            with pytest.raises(ArithmeticError) as caught:
+                pipe.step(x, target=target, **given)
+            stepped = sum(not same(p, q) for p, q in zip(model.parameters(), before, strict=True))
+            notes = [note for note in caught.value.__notes__ if "have been stepped" in note]
+            assert len(notes) == bool(stepped)
+            assert not stepped or notes[0].startswith(f"{stepped} parameters")
+
+
 def test_a_target_that_is_not_written_to_is_not_blamed_for_a_spoilt_backward():
     class Spoilt(MLP):
         def forward(self, x: Tensor) -> Tensor:

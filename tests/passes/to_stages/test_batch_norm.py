@@ -356,6 +356,34 @@ def test_what_cannot_be_deferred_is_refused(make):
         pipe(torch.randn(4, 4))
 
 
+class FunctionalOfRows(nn.Module):
+    def __init__(self, *, statistics: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4) if statistics else None)
+        self.register_buffer("variance", torch.ones(4) if statistics else None)
+
+    def forward(self, x):
+        return F.instance_norm(x, self.mean, self.variance, self.weight)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("make", [lambda **how: nn.InstanceNorm1d(4, **how), FunctionalOfRows])
+def test_instance_norms_with_running_statistics_are_refused(make, tracer):
+    how = "statistics" if make is FunctionalOfRows else "track_running_stats"
+    options = {"chunks": 2, "deferred_batch_norm": True, "tracer": tracer}
+    with (
+        fxpipe.compile(nn.Sequential(make(**{how: True})), ["cpu"], **options) as pipe,
+        pytest.raises(ValueError, match="is an instance norm with running statistics, which"),
+    ):
+        pipe(torch.randn(4, 4, 3))
+    for norm in make(**{how: False}), make(**{how: True}).eval():
+        if how == "statistics" and norm.mean is not None:
+            continue  # the function has no mode
+        with fxpipe.compile(nn.Sequential(norm), ["cpu"], **options) as pipe:
+            pipe(torch.randn(4, 4, 3))
+
+
 def test_one_that_is_synchronised_with_other_processes_is_refused(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 4))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -369,3 +369,29 @@ def test_a_buffer_that_gets_the_value_that_it_has_is_read_as_it_was_in_each_call
     assert model[0].peak == other[0].peak == 20
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(one.grad, its.grad) for one, its in pairs)
+
+
+class Energy(nn.Module):
+    """Adds the gradient of an energy, which a backward within the forward computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        if float(x.detach().abs().max()) > 1e9:  # for this it is kept whole
+            return x
+        energy = self.layer(x).tanh().sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.layer(x) + slope
+
+
+@pytest.mark.parametrize("mode", ["always", "selective"])
+def test_a_backward_within_the_first_call_may_run_that_call_again(mode):
+    model = nn.Sequential(nn.Linear(6, 6), Energy(), nn.Tanh(), nn.Linear(6, 6))
+    alone, x = copy.deepcopy(model), torch.randn(8, 6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, checkpoint=mode) as pipe:
+        pipe(x).square().sum().backward()
+    sum(alone(part).square().sum() for part in x.chunk(4)).backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
