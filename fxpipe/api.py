@@ -152,6 +152,13 @@ def compile(
             f"compile takes a model, and {type(model.module).__name__} is a pipeline already: give "
             "its model, pipe.module"
         )
+    for path, module in model.named_modules():
+        if isinstance(module, Pipeline):
+            raise TypeError(
+                f"{path} of {type(model).__name__} is a pipeline, which runs its own stages, so "
+                f"that it cannot be a part of another one: put its model there, {path}.module, "
+                "and compile the whole"
+            )
     has_example = example_inputs is not None or example_kwargs is not None
     ranks = Ranks.of(devices)
     if ranks is None and sharded_modules(model):

@@ -278,6 +278,13 @@ class Pairs(nn.Module):
             "takes a model, and MLP is a pipeline already: give its model, pipe.module",
         ),
         (
+            lambda: fxpipe.compile(
+                nn.Sequential(fxpipe.compile(MLP(), ["cpu"] * 2), nn.ReLU()), ["cpu"] * 2
+            ),
+            TypeError,
+            "0 of Sequential is a pipeline, which runs its own stages, so that it cannot be a part",
+        ),
+        (
             lambda: fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=BATCH),
             TypeError,
             r"is given a Tensor: write example_inputs=\(x,\)",
