@@ -7,7 +7,7 @@ which the outputs of micro-batches, put together, are the outputs of the mini-ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input
@@ -29,6 +29,9 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
       has that size, else the first if that has; then the first ahead of the second;
     - all first dimensions but those of two tensors, of three, and so on.
 
+    Of many inputs, of which any may be the shared one, the first few are listed, so that second
+    dimensions have their turn.
+
     The list is empty if ``in_dims`` says that lists have an element for each row.
 
     Raises:
@@ -36,11 +39,9 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
     """
     if any(each.said == LISTED for each in inputs):
         return []  # see fxpipe.meaning.listed
-    found: list[InDims] = []
-    for each in _all(inputs, _sizes_said(inputs)):
-        if each not in found:
-            found.append(each)
-    return list(islice(found, MOST))
+    # Of many inputs any may be the shared one, and any two: only so many are looked at.
+    found = dict.fromkeys(islice(map(tuple, _all(inputs, _sizes_said(inputs))), 4 * MOST))
+    return [list(each) for each in islice(found, MOST)]
 
 
 def agree(inputs: Sequence[Input], dims: Sequence[InDim]) -> bool:
@@ -70,14 +71,16 @@ def _all(inputs: Sequence[Input], said: list[int]) -> Iterator[InDims]:
     first = said or _sizes(inputs, free, 0)
     for size in first:
         yield _along(inputs, size, (0,))
-    for size in first:
-        yield from _with_shared(inputs, size, said, 1)
-    for size in said or _sizes(inputs, free, 1):
-        for order in ((1, 0), (0, 1)):
-            dims = _along(inputs, size, order)
-            if any(dims[i] == 1 for i in free):
-                yield dims
-    for shared in range(2, len(free) + 1):
+    second = [
+        dims
+        for size in said or _sizes(inputs, free, 1)
+        for order in ((1, 0), (0, 1))
+        if any((dims := _along(inputs, size, order))[i] == 1 for i in free)
+    ]
+    room = max(1, MOST - len(first) - len(second))
+    yield from islice(chain(*(_with_shared(inputs, size, said, 1) for size in first)), room)
+    yield from second
+    for shared in range(1, len(free) + 1):
         for size in first:
             yield from _with_shared(inputs, size, said, shared)
     if not first:

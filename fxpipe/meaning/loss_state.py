@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.meaning.numbers_read import WalkToNumbers, attributes_of, slots_of
-from fxpipe.runtime.state import same_entries
+from fxpipe.meaning.numbers_read import WalkToNumbers, attributes_of
+from fxpipe.runtime.state import same_entries, slots_of
 from fxpipe.runtime.writes import values_put_back
 from fxpipe.trace import untouched
 from fxpipe.trace.outer import OuterVariable, globals_assigned

@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.ir.source import is_of_a_model, is_ours
+from fxpipe.runtime.state import slots_of
 
 MOST = 256
 """How many numbers of a loss are looked at, those that are nearest to it."""
@@ -461,17 +462,6 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
     """The attributes that an object has by itself, but for those in slots."""
     found: Mapping[str, Any] = getattr(value, "__dict__", {})
     return found
-
-
-def slots_of(value: Any) -> list[str]:
-    """The names of the attributes for which the classes of an object have slots, as those of
-    ``dataclass(slots=True)`` have."""
-    return [
-        name
-        for kind in type(value).__mro__
-        for name, member in vars(kind).items()
-        if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(kind)
-    ]
 
 
 def _may_lead_on(value: Any) -> bool:

@@ -10,12 +10,13 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpipe.ir.exact import exact
+from fxpipe.ir.source import is_users_type
 
 DEPTH = 4  # how deep lists in lists, and objects in objects, are followed
 MANY = 256  # a longer container is data: its elements are recorded, but not what is in these
@@ -171,7 +172,26 @@ def contents_of(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(kind.__iter__(value))
     own = getattr(value, "__dict__", None)
-    return dict(own) if isinstance(own, dict) else None
+    if isinstance(own, dict):
+        return dict(own)
+    # Those of Python's own classes, such as a path, fill their slots when they are asked.
+    return (in_slots(value) or None) if is_users_type(type(value)) else None
+
+
+def in_slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that it has in slots, by their names."""
+    return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
+
+
+def slots_of(value: Any) -> list[str]:
+    """The names of the attributes for which the classes of an object have slots, as those of
+    ``dataclass(slots=True)`` have."""
+    return [
+        name
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and "__slots__" in vars(kind)
+    ]
 
 
 def refill(value: Any, contents: Any) -> None:
@@ -187,12 +207,23 @@ def refill(value: Any, contents: Any) -> None:
     elif isinstance(value, set):
         value.clear()
         value.update(contents)
+    elif not isinstance(value, dict) and not hasattr(value, "__dict__"):
+        for name in slots_of(value):
+            _set_slot(value, name, contents.get(name, _MISSING))
     else:
         own = value if isinstance(value, dict) else vars(value)
         kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
         if not same_entries(own, contents):
             kind.clear(own)
             kind.update(own, contents)
+
+
+def _set_slot(value: Any, name: str, content: Any) -> None:
+    """Set an attribute, also of an object whose class lets nobody do so."""
+    if content is not _MISSING:
+        object.__setattr__(value, name, content)
+    elif hasattr(value, name):
+        object.__delattr__(value, name)
 
 
 def same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.source import is_a_users, is_installed, is_users_type
-from fxpipe.runtime.state import OF_MODULES, PLAIN, State, same
+from fxpipe.runtime.state import OF_MODULES, PLAIN, State, in_slots, same
 from fxpipe.trace.snapshots import MISSING, content_of
 
 _Cache: type[Any] = type(functools.cache(len))
@@ -396,7 +396,11 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module | Tensor | type | FunctionType):
         return ()
     is_looked_into = isinstance(value, SimpleNamespace) or is_users_class(type(value))
-    return list(getattr(value, "__dict__", {}).values()) if is_looked_into else ()
+    return list(_attributes_in(value).values()) if is_looked_into else ()
+
+
+def _attributes_in(value: Any) -> dict[str, Any]:
+    return {**getattr(value, "__dict__", {}), **in_slots(value)}
 
 
 def _called_by_python(kind: type) -> Iterator[_Named]:
@@ -459,7 +463,7 @@ def _read_by(value: Any) -> Iterable[_Named]:
         return [("", v) for v in _parts_of(value) if isinstance(v, code) or _is_users_object(v)]
     if not _is_users_object(value):
         return ()
-    kind, own = type(value), getattr(value, "__dict__", {})
+    kind, own = type(value), _attributes_in(value)
     return [("", kind), *((f"{kind.__name__}.{name}", each) for name, each in own.items())]
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fxpipe.ir.exact import exact
 from fxpipe.ir.source import is_of_a_model, is_users_type
 from fxpipe.ir.text import Word
+from fxpipe.runtime.state import in_slots
 
 
 class _Missing(Enum):
@@ -192,8 +193,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     if callable(value) and type(value).__module__.partition(".")[0] in _OPAQUE:
         return []
     own = getattr(value, "__dict__", {})
-    slots = [(name, getattr(value, name)) for name in slots_of(value)]
-    return [("__class__", type(value)), *own.items(), *slots]
+    return [("__class__", type(value)), *own.items(), *in_slots(value).items()]
 
 
 def settings_of(kind: type) -> list[tuple[str, Any]]:
@@ -229,16 +229,6 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, list | tuple | frozenset):
         for part in state:
             yield from tensors_in(part)
-
-
-def slots_of(value: Any) -> list[str]:
-    """The names of an object's attributes that its classes keep in ``__slots__``."""
-    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
-    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
-    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
-
-
-_NO_SLOTS = "__dict__", "__weakref__"
 
 
 def said_of(state: Any) -> str:

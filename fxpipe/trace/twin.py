@@ -35,12 +35,12 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
-from fxpipe.runtime.state import STATEFUL
+from fxpipe.runtime.state import STATEFUL, in_slots
 from fxpipe.trace.global_values import GlobalValues
 from fxpipe.trace.left_behind import LeftBehind
 from fxpipe.trace.outer import ASSIGNED
 from fxpipe.trace.premises import Reads, state_of
-from fxpipe.trace.snapshots import content_of, slots_of
+from fxpipe.trace.snapshots import content_of
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """The models of all twins that are alive."""
@@ -251,8 +251,8 @@ class _CopiedObjects:
         if attributes:
             own = {k: v for k, v in attributes.items() if not str(k).startswith(SHARDED_STATE)}
             vars(new).update({key: self.of(value) for key, value in own.items()})
-        for key in slots_of(old):
-            object.__setattr__(new, key, self.of(getattr(old, key)))
+        for key, value in in_slots(old).items():
+            object.__setattr__(new, key, self.of(value))
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
@@ -300,7 +300,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__kwdefaults__ or {}).values()
         yield from _globals(value).values()
     yield from getattr(value, "__dict__", {}).values()
-    yield from (getattr(value, name) for name in slots_of(value))
+    yield from in_slots(value).values()
 
 
 def _is_empty(value: Any) -> bool:

@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.compiler.outputs import noted_dims
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
-from fxpipe.meaning.candidates import candidates
+from fxpipe.meaning.candidates import MOST, candidates
 from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.problem import Problem
@@ -74,6 +74,21 @@ def test_the_candidates_in_their_order():
     assert ways(t(4, 6), t(6, 4)) == [[0, None], [None, 0], [1, 0], [0, 1]]
     cut = [[i for i, dim in enumerate(way) if dim == 0] for way in ways(t(4), t(4), mask=t(4))]
     assert cut == [[0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]]
+
+
+class TakesMany(nn.Module):
+    def forward(self, features):
+        return sum(features.values())
+
+
+def test_of_many_inputs_the_likeliest_candidates_are_listed():
+    """Any of them may be shared, and any two: a recommender has hundreds of features."""
+    features = {f"f{i}": t(4, 3) for i in range(300)}
+    found = candidates(named_inputs(TakesMany(), (features,), {}, None))
+    assert len(found) == MOST
+    assert found[0] == [0] * 300
+    assert found[1] == [0] * 299 + [None]
+    assert [1] * 300 in found, "time-major"
 
 
 def test_a_table_for_all_rows_is_told_from_the_batch_by_the_check():

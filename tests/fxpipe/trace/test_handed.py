@@ -94,6 +94,20 @@ def by_a_dict() -> nn.Module:
     return nn.Sequential(Enter(side), *layers(1), Leave(side), *layers(4))
 
 
+class Slotted:
+    """An object without a dictionary of attributes."""
+
+    __slots__ = ("kept",)
+    kept: Any
+
+
+def by_a_slot() -> nn.Module:
+    model, side = nn.Sequential(*layers(6)), Slotted()
+    model[0].register_forward_hook(lambda module, args, output: setattr(side, "kept", output))
+    model[2].register_forward_hook(lambda module, args, output: output + side.kept)
+    return model
+
+
 def by_a_stack() -> nn.Module:
     side: dict[str, Any] = {}
     return nn.Sequential(Push(side), *layers(1), Pop(side), *layers(4))
@@ -193,6 +207,7 @@ def test_what_hooks_leave_is_noted_with_the_code_that_does_so() -> None:
 def test_those_that_hand_something_over_are_known() -> None:
     assert handed(by_hooks()) == ["_0", "_2"]
     assert handed(by_hooks_that_set_an_attribute()) == ["_0", "_2"]
+    assert handed(by_a_slot()) == ["_0", "_2"]
     assert handed(by_hooks_that_write_to_a_tensor()) == ["_0", "_2"]
 
 
