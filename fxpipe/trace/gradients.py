@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 AHEAD = 12  # nodes by which uses of leaves are told apart
 SOME = 2**20  # elements of a gradient that are copied at a time
-AT_ONCE = 6 * 2**20
+AT_ONCE = 2**22
 """The bytes by which the memory of the process may grow in a run before what is free is given back
 to the system. Much less would take long, as memory that has been given back has to be mapped again,
 page by page, for the next activations."""
