@@ -102,9 +102,13 @@ def failure(front_end: str, error: BaseException) -> str:
 
 
 def advice(reasons: list[str]) -> str:
-    """What to add to the message of these failures: a sentence, or nothing."""
+    """What to add to the message of these failures: sentences, or nothing."""
     is_of_numbers = any(said in reason for reason in reasons for said in _SAID_OF_NUMBERS)
-    return NUMBERS if is_of_numbers else ""
+    is_of_script = any("is compiled to TorchScript" in reason for reason in reasons)
+    return NUMBERS * is_of_numbers + _SCRIPT * is_of_script
+
+
+_SCRIPT = " In place of what torch.jit.script has made of a module, give the module itself."
 
 
 def is_model_line(frame: traceback.FrameSummary) -> bool:

@@ -129,6 +129,9 @@ def test_torchscript_is_a_part_of_a_model_and_not_one():
     model, rows = nn.Sequential(nn.Linear(3, 3), scripted, nn.Linear(3, 3)), x()
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(rows), model(rows))
+    counts = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.BatchNorm1d(6)), nn.Linear(6, 6))
+    said = message(counts, TraceError, torch.randn(4, 6))
+    assert said.endswith("what torch.jit.script has made of a module, give the module itself.")
 
 
 def test_a_model_without_values():
