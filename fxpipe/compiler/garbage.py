@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fxpipe.ir.heap import give_back
+from fxpipe.ir.heap import forget_level, give_back
 
 OF_PYTHON = 10_000
 """Fewer objects than that are frozen by nobody else: Python 3.12 freezes some hundreds of its own,
@@ -57,6 +57,8 @@ def older_objects_set_aside() -> Iterator[None]:
         if not _users and 0 < gc.get_threshold()[0] < AT_ONCE:
             _thresholds = gc.get_threshold()
             gc.set_threshold(AT_ONCE, *_thresholds[1:])
+        if not _users:
+            forget_level()
         _users += 1
     try:
         yield

@@ -31,6 +31,28 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return found
 
 
+_level = 0  # bytes
+
+
+def keep_low(slack: int) -> None:
+    """Give memory that has been freed back to the system, if the process has more by ``slack``
+    bytes than has been in use at any one time since :func:`forget_level`.
+
+    Memory up to there has been in use, and may be in use again. To give that back as well would
+    take long: it has to be mapped again, page by page, for the next activations.
+    """
+    global _level
+    if resident() > _level:
+        give_back()
+        _level = max(_level, resident() + slack)
+
+
+def forget_level() -> None:
+    """Begin anew with how much memory has been in use at one time."""
+    global _level
+    _level = 0
+
+
 def resident() -> int:
     """The bytes of physical memory of this process, as Linux counts them; 0 on other systems."""
     try:

@@ -183,15 +183,22 @@ def in_slots(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
 
 
-def slots_of(value: Any) -> list[str]:
+def slots_of(value: Any) -> tuple[str, ...]:
     """The names of the attributes for which the classes of an object have slots, as those of
     ``dataclass(slots=True)`` have."""
-    return [
-        name
-        for kind in type(value).__mro__
-        for name, member in vars(kind).items()
-        if isinstance(member, MemberDescriptorType) and "__slots__" in vars(kind)
-    ]
+    found = _SLOTS.get(type(value))
+    if found is None:
+        found = _SLOTS[type(value)] = tuple(
+            name
+            for kind in type(value).__mro__
+            for name, member in vars(kind).items()
+            if isinstance(member, MemberDescriptorType) and "__slots__" in vars(kind)
+        )
+    return found
+
+
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""What :func:`slots_of` has found for the objects of a class, which gets no slots later."""
 
 
 def refill(value: Any, contents: Any) -> None:

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fxpipe.ir._torch import gradient_kinds, next_sequence_number, sequence_number, viewed
 from fxpipe.ir.autograd import Edge, Node, leaf_of, next_edges, reached
-from fxpipe.ir.heap import give_back, resident
+from fxpipe.ir.heap import keep_low
 from fxpipe.ir.progress import phase
 from fxpipe.ir.tensors import own_part
 
@@ -33,10 +33,9 @@ Result = TypeVar("Result")
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 AHEAD = 12  # nodes by which uses of leaves are told apart
 SOME = 2**20  # elements of a gradient that are copied at a time
-AT_ONCE = 2**22
-"""The bytes by which the memory of the process may grow in a run before what is free is given back
-to the system. Much less would take long, as memory that has been given back has to be mapped again,
-page by page, for the next activations."""
+AT_ONCE = 2**21
+"""The bytes of activations after which memory is kept low (:func:`fxpipe.ir.heap.keep_low`), and by
+which the process may grow meanwhile."""
 SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
 
 
@@ -56,18 +55,14 @@ def without_saved_tensors(run: Callable[[], Result]) -> Result:
     """
     missed: list[bool] = []
     freed = 0  # bytes of activations, most of which have been freed since
-    least = resident()  # when there was least to give back
 
     def drop(tensor: Tensor) -> None:
         """Save nothing in place of a tensor."""
-        nonlocal freed, least
+        nonlocal freed
         freed += _bytes_of_activation(tensor)
-        if freed > AT_ONCE:  # most activations lie where others have been: to ask takes time, too
+        if freed > AT_ONCE:
             freed = 0
-            if resident() > least + AT_ONCE:
-                give_back()
-                least = resident()
-            least = min(least, resident())
+            keep_low(AT_ONCE)
 
     def refuse(_: None) -> NoReturn:
         missed.append(True)

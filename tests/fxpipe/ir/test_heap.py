@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxpipe.ir import heap
-from fxpipe.ir.heap import give_back, resident
+from fxpipe.ir.heap import forget_level, give_back, keep_low, resident
 
 is_linux = Path("/proc/self/statm").exists()
 is_glibc = (
@@ -38,6 +38,25 @@ def test_memory_counts_once_it_is_written_to():
     assert resident() < before + 2**24
     piece.fill_(1.0)
     assert resident() >= before + 4 * 2**24
+
+
+def test_memory_is_kept_as_far_as_it_has_been_in_use_at_one_time(monkeypatch):
+    has, in_use, given = [0], [0], []
+
+    def give_back():
+        given.append(has[0])
+        has[0] = in_use[0]
+
+    monkeypatch.setattr(heap, "resident", lambda: has[0])
+    monkeypatch.setattr(heap, "give_back", give_back)
+    forget_level()
+    for has[0], in_use[0] in [(10, 10), (12, 11), (20, 15), (17, 12), (18, 10), (16, 2), (19, 9)]:
+        keep_low(2)
+    assert given == [10, 20, 18, 19], "10 + 2, and then 15 + 2 are no reason"
+    forget_level()
+    has[:] = in_use[:] = [1]
+    keep_low(2)
+    assert given[4:] == [1]
 
 
 def test_nothing_is_done_where_the_c_library_has_no_such_function(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -361,36 +359,23 @@ class Wide(nn.Module):
         return x
 
 
-def test_memory_is_given_back_as_a_run_without_saved_tensors_goes_on(
+def test_memory_is_kept_low_as_a_run_without_saved_tensors_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[bool] = []
-    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
-    grown = itertools.count(0, gradients.AT_ONCE + 1)
-    monkeypatch.setattr(gradients, "resident", lambda: next(grown))
+    kept: list[int] = []
+    monkeypatch.setattr(gradients, "keep_low", kept.append)
     rows = 2 * gradients.AT_ONCE // (20 * 8 * 4)
     without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
-    assert 2 <= len(given) <= 4, "inputs of 19 layers, and results of 20 tanh"
-    del given[:]
+    assert 2 <= len(kept) <= 4, "inputs of 19 layers, and results of 20 tanh"
+    del kept[:]
     with torch.device("meta"):
         without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
-    assert not given
-
-
-def test_memory_is_not_given_back_where_the_process_has_not_grown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[bool] = []
-    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
-    monkeypatch.setattr(gradients, "resident", lambda: 2**30)
-    monkeypatch.setattr(gradients, "AT_ONCE", 2000)
-    without_saved_tensors(lambda: Wide()(torch.ones(64, 8)))
-    assert not given
+    assert not kept
 
 
 def test_parameters_among_saved_tensors_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[bool] = []
-    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
+    given: list[int] = []
+    monkeypatch.setattr(gradients, "keep_low", given.append)
     monkeypatch.setattr(gradients, "AT_ONCE", 2000)
     layer, x = nn.Linear(64, 64), torch.ones(1, 64, requires_grad=True)
     without_saved_tensors(lambda: layer(x))
