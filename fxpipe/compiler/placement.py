@@ -62,8 +62,9 @@ def place(
 
 def refuse_separated(stage_graph: fx.GraphModule, places: Sequence[torch.device | int]) -> None:
     """Raise PartitionError if tensors that share memory, such as two weights that have been tied by
-    their data, would be copied to memories of their own: what is written to one of them would not
-    change the other any more, as it does in the model.
+    their data, would be copied to memories of their own: what is trained of one of them would not
+    change the other any more, as it does in the model. (Masks that are views of one tensor may be
+    copied: nobody writes to them.)
 
     ``places``: for each stage its device or, where ranks run the stages, its rank.
     """
@@ -72,6 +73,8 @@ def refuse_separated(stage_graph: fx.GraphModule, places: Sequence[torch.device 
         for path, tensor in (*stage.named_parameters(), *_buffers(stage)):
             met.setdefault(id(tensor), (tensor, path, []))[2].append(place)
     for pair in overlapping(tensor for tensor, _, _ in met.values()):
+        if not any(tensor.requires_grad for tensor in pair):
+            continue
         (tensor, path, wanted), (_, other, also) = (met[id(each)] for each in pair)
         found = list(dict.fromkeys([*wanted, *also]))
         here = found[0] if isinstance(found[0], int) or tensor.is_meta else tensor.device

@@ -403,7 +403,8 @@ class Staging(ABC):
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         self._refuse_flags_of_inputs(premises, call)
         with phase("place", quiet=True):
-            refuse_separated(stage_graph, self._places)
+            if options.training:
+                refuse_separated(stage_graph, self._places)
             homes = place(self.model, stage_graph, options.devices)
         # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
         cpu = torch.device("cpu")

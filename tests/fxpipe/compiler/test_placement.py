@@ -122,5 +122,25 @@ def test_parameters_of_one_memory_are_not_copied_to_two_devices():
     inputs = {"example_inputs": (torch.ones(4, 4),)}
     with pytest.raises(PartitionError, match=r"0\.weight and 2\.weight share one memory, and get "):
         fxpipe.compile(model, TWO, partition=["2"], **inputs)
+    fxpipe.compile(model, TWO, partition=["2"], training=False, **inputs).close()
     model[2].weight = model[0].weight
     fxpipe.compile(model, TWO, partition=["2"], **inputs).close()
+
+
+def test_masks_of_one_memory_may_be_copied_to_two_devices():
+    class Masked(nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mask", mask)
+
+        def forward(self, x):
+            return self.layer(x) * self.mask
+
+    mask = torch.ones(2, 4)
+    model, x = (
+        nn.Sequential(Masked(mask[0]), Masked(mask[:1]), Masked(mask[0, :])),
+        torch.ones(4, 4),
+    )
+    with fxpipe.compile(model, TWO, chunks=2, partition=["1"]) as pipe, torch.no_grad():
+        assert same(pipe(x), torch.cat(outputs_of_loop(model, (x,), 2)))
