@@ -348,13 +348,18 @@ def parametrizations_computed() -> Iterator[None]:
     also within ``torch.nn.utils.parametrize.cached()``: a value of the user's own run has no place
     in a trace, nor one of a trace in the user's run."""
     module: Any = parametrize
-    before = module._cache
-    module._cache = own = _NoValues(before)
+    module._cache = own = _NoValues(module._cache)
     try:
         yield
     finally:
-        if module._cache is own:  # else the user's ``cached()`` has ended meanwhile
-            module._cache = before
+        # Another thread may have put its own in front, and the user's ``cached()`` may have ended.
+        above = module._cache
+        if above is own:
+            module._cache = own.known
+        while isinstance(above, _NoValues):
+            if above.known is own:
+                above.known = own.known
+            above = above.known
 
 
 def is_in_a_group() -> bool:

@@ -9,7 +9,7 @@ import operator
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -180,7 +180,11 @@ def contents_of(value: Any) -> Any:
 
 def in_slots(value: Any) -> dict[str, Any]:
     """The attributes of an object that it has in slots, by their names."""
-    return {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
+    found = {}
+    for name in slots_of(value):
+        with suppress(AttributeError):  # it has none, which the class's own code might make
+            found[name] = object.__getattribute__(value, name)
+    return found
 
 
 def slots_of(value: Any) -> tuple[str, ...]:
@@ -229,8 +233,9 @@ def _set_slot(value: Any, name: str, content: Any) -> None:
     """Set an attribute, also of an object whose class lets nobody do so."""
     if content is not _MISSING:
         object.__setattr__(value, name, content)
-    elif hasattr(value, name):
-        object.__delattr__(value, name)
+    else:
+        with suppress(AttributeError):
+            object.__delattr__(value, name)
 
 
 def same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -291,6 +291,13 @@ def test_parametrizations_are_computed_again_by_one_thread_while_they_are_cached
         assert layer.weight is weight
     with _torch.parametrizations_computed(), parametrize.cached():
         pass
+    before = parametrize._cache
+    first, second = _torch.parametrizations_computed(), _torch.parametrizations_computed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # as of a thread that is done ahead of the other one
+    second.__exit__(None, None, None)
+    assert parametrize._cache is before
     with parametrize.cached():
         assert layer.weight is layer.weight
 
