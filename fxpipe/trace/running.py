@@ -38,18 +38,21 @@ class Running:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """Inside the ``with`` block, calls of the modules of a model are recorded here."""
-        parts = set(model.modules())
+        # Where modules share a module, torch.export calls objects of its own in the place of each,
+        # which have the attributes of the module in common with it.
+        parts = {id(vars(module)): module for module in model.modules()}
 
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if module not in parts:
+                part = parts.get(id(vars(module)))
+                if part is None:
                     return original(module, *args, **kwargs)
-                self.modules.append(module)
+                self.modules.append(part)
                 try:
                     return original(module, *args, **kwargs)
                 except Exception as error:
                     if self.raised_by(error) is None:
-                        self._raised = error, module
+                        self._raised = error, part
                     raise
                 finally:
                     self.modules.pop()

@@ -629,6 +629,37 @@ class Ponders(nn.Module):
         return x
 
 
+class PondersOver(nn.Module):
+    """Applies a module that it may share with others."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if float(x.detach().abs().max()) < 1e6 else x
+
+
+@pytest.mark.parametrize("inner", [nn.BatchNorm1d(6), nn.Linear(6, 6)], ids=["norm", "layer"])
+@pytest.mark.parametrize("is_twice", [True, False])
+def test_modules_that_share_a_module_or_are_called_twice_are_kept_whole(
+    inner: nn.Module, is_twice: bool
+) -> None:
+    """torch.export calls other objects in their place, which are none of the model's modules."""
+    first, inner = nn.Linear(6, 6), copy.deepcopy(inner)
+    one = PondersOver(inner)
+    model = nn.Sequential(first, one, nn.Tanh(), one if is_twice else PondersOver(inner), first)
+    alone, x = copy.deepcopy(model), torch.randn(8, 6)
+    with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
+        outputs = pipe(x)
+        loss_of(outputs).backward()
+    expected = torch.cat([alone(part) for part in x.chunk(2)])
+    loss_of(expected).backward()
+    assert same(outputs, expected)
+    torch.testing.assert_close(gradients(model), gradients(alone))
+    assert same([*model.buffers()], [*alone.buffers()])
+
+
 class PondersInHalf(Ponders):
     """Switches autocast on, which casts the layer's weight once for all of its uses."""
 
