@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir import augmented
-from fxpipe.ir._torch import BatchNorm, InstanceNorm, TorchDispatchMode
+from fxpipe.ir._torch import BatchNorm, InstanceNorm, OpOverload, TorchDispatchMode, schema_of
 from fxpipe.ir.graph import ONCE, WHOLE, attribute
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.tensors import memory_of
@@ -136,53 +136,26 @@ _ARGUMENTS = (
 )
 
 
-def _of_operator(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: Any,
-    momentum: Any,
-    eps: Any,
-    cudnn_enabled: Any = True,
-) -> None:
-    """A function that takes its arguments as the operator does."""
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[Any, Any] = {
     F.batch_norm: F.batch_norm,
-    torch.batch_norm: _of_operator,
-    torch.ops.aten.batch_norm.default: _of_operator,
+    torch.batch_norm: torch.ops.aten.batch_norm.default,
+    torch.ops.aten.batch_norm.default: torch.ops.aten.batch_norm.default,
 }
-"""The functions that normalise by a batch, each with one whose signature says how it is called."""
-
-
-def _of_instance_norms_operator(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    use_input_stats: Any,
-    momentum: Any,
-    eps: Any,
-    cudnn_enabled: Any = True,
-) -> None:
-    """A function that takes its arguments as the operator does."""
-
-
-_INSTANCE_NORMS: dict[Any, Callable[..., Any]] = {
+"""The functions that normalise by a batch, each with one that says how it is called."""
+_INSTANCE_NORMS: dict[Any, Any] = {
     F.instance_norm: F.instance_norm,
-    torch.instance_norm: _of_instance_norms_operator,
-    torch.ops.aten.instance_norm.default: _of_instance_norms_operator,
+    torch.instance_norm: torch.ops.aten.instance_norm.default,
+    torch.ops.aten.instance_norm.default: torch.ops.aten.instance_norm.default,
 }
-"""The functions that normalise each row by itself, each with one whose signature is theirs."""
+"""The functions that normalise each row by itself, as well."""
 
 
-def _arguments(signature: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by their names, as a function with this signature gets them."""
-    bound = inspect.signature(signature).bind(*node.args, **node.kwargs)
+def _arguments(function: Any, node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by their names, as this function, or operator, gets them."""
+    if isinstance(function, OpOverload):
+        names = [argument.name for argument in schema_of(function).arguments]
+        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     return bound.arguments
 
